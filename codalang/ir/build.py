@@ -1,0 +1,152 @@
+"""Building an epilogue node by node: what the parser, the autodiff pass and the Python builder share.
+
+    b = EpilogueBuilder("scale", ("M", "N"))
+    acc = b.param("acc", tile())
+    r = b.param("r", COL)
+    b.store("y", b.op("mul", acc, r), tile())
+    epilogue = b.finish()
+
+Types are inferred as nodes are made, so an error points at the expression that causes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from codalang.errors import CodaNameError, CodaTypeError, Loc
+from codalang.ir.epilogue import Epilogue, Node, Output, Param, Reduce, Store
+from codalang.ir.infer import infer
+from codalang.ir.ops import REDUCTIONS
+from codalang.ir.types import SCALAR, Dtype, Kind, ValueType
+
+
+class EpilogueBuilder:
+    """Collects parameters, nodes and outputs; `finish` returns the canonical epilogue.
+
+    Nodes are referred to by their index.  Leaves (parameters, constants) are made once each; no other node is shared
+    or simplified here, so that what was written is what comes out.
+    """
+
+    def __init__(self, name: str, dims: tuple[str, str], loc: Loc | None = None) -> None:
+        self.name = name
+        self.dims = dims
+        self.loc = loc
+        self.params: list[Param] = []
+        self.nodes: list[Node] = []
+        self.outputs: list[Output] = []
+        self._leaves: dict[tuple[object, ...], int] = {}
+
+    def param(self, name: str, type: ValueType, dtype: str | None = None, loc: Loc | None = None) -> int:
+        """Declare the next parameter.  Raises CodaNameError where the name is taken."""
+        for other in self.params:
+            if other.name == name:
+                notes = ((other.loc, "first declared here"),) if other.loc else ()
+                raise CodaNameError(f"parameter `{name}` is declared twice", loc, notes=notes)
+        self.params.append(Param(name, type, dtype, loc))
+        return self._leaf(Node("param", (), type, name, loc, name))
+
+    def const(self, value: float | bool, loc: Loc | None = None) -> int:
+        """A literal: a float, or a bool for a mask."""
+        type_ = ValueType(Kind.SCALAR, None, Dtype.BOOL) if isinstance(value, bool) else SCALAR
+        return self._leaf(Node("const", (), type_, value if isinstance(value, bool) else float(value), loc))
+
+    def op(self, op: str, *args: int, loc: Loc | None = None, hint: str | None = None) -> int:
+        """Apply an op of the table.  Raises CodaTypeError where the operands do not fit."""
+        type_ = infer(op, [self.nodes[a].type for a in args], self.dims, loc)
+        self.nodes.append(Node(op, args, type_, None, loc, hint))
+        return len(self.nodes) - 1
+
+    def hint(self, value: int, name: str) -> int:
+        """Remember the name that the author gave a value (leaves keep their own)."""
+        node = self.nodes[value]
+        if node.op not in ("param", "const") and node.hint is None:
+            self.nodes[value] = attrs.evolve(node, hint=name)
+        return value
+
+    def store(
+        self, name: str, value: int, type: ValueType, dtype: str | None = None, loc: Loc | None = None
+    ) -> None:
+        """Declare a tile output.  A value of fewer axes is broadcast.  Raises CodaTypeError where it cannot be."""
+        have = self.nodes[value].type
+        if type.kind is not Kind.TILE:
+            raise CodaTypeError(f"`store {name}` must be a tile, got {type.show(self.dims)}", loc)
+        if have.dtype is not Dtype.F32 or have.width not in (None, type.width):
+            raise CodaTypeError(
+                f"`store {name}` is declared {type.show(self.dims)}, but its value is {have.show(self.dims)}", loc
+            )
+        self._output(Store(name, value, type, dtype, loc))
+
+    def reduce(
+        self,
+        name: str,
+        value: int,
+        type: ValueType,
+        how: str = "sum",
+        dtype: str | None = None,
+        loc: Loc | None = None,
+    ) -> None:
+        """Declare a reduction to a col, row or scalar.  Raises CodaTypeError where value and result do not fit."""
+        have = self.nodes[value].type
+        if type.kind is Kind.TILE:
+            raise CodaTypeError(f"`reduce {name}` must be a col, row or scalar, got {type.show(self.dims)}", loc)
+        if how not in REDUCTIONS:
+            raise CodaTypeError(f"unknown reduction `{how}`; there is {', '.join(REDUCTIONS)}", loc)
+        widths = {w for w in (type.width, have.width) if w is not None}
+        if have.dtype is not Dtype.F32 or len(widths) > 1:
+            raise CodaTypeError(
+                f"`reduce {name}` is declared {type.show(self.dims)}, but its value is {have.show(self.dims)}", loc
+            )
+        self._output(Reduce(name, value, type, how, dtype, loc))
+
+    def finish(self) -> Epilogue:
+        """The finished epilogue in canonical order, dead nodes dropped."""
+        return canonical(
+            Epilogue(self.name, self.dims, tuple(self.params), tuple(self.nodes), tuple(self.outputs), self.loc)
+        )
+
+    def _leaf(self, node: Node) -> int:
+        # repr separates 0.0 from -0.0 and makes nan equal itself
+        key = (node.op, repr(node.attr), node.type)
+        if key not in self._leaves:
+            self.nodes.append(node)
+            self._leaves[key] = len(self.nodes) - 1
+        return self._leaves[key]
+
+    def _output(self, output: Output) -> None:
+        for other in self.outputs:
+            if other.name == output.name:
+                notes = ((other.loc, "first defined here"),) if other.loc else ()
+                raise CodaNameError(f"output `{output.name}` is defined twice", output.loc, notes=notes)
+        self.outputs.append(output)
+
+
+def canonical(epilogue: Epilogue) -> Epilogue:
+    """The same epilogue with its live nodes in the order in which a walk from the outputs first needs them."""
+    order = _postorder(epilogue.nodes, [o.value for o in epilogue.outputs])
+    new_index = {old: new for new, old in enumerate(order)}
+    nodes = tuple(
+        attrs.evolve(epilogue.nodes[old], args=tuple(new_index[a] for a in epilogue.nodes[old].args)) for old in order
+    )
+    outputs = tuple(attrs.evolve(o, value=new_index[o.value]) for o in epilogue.outputs)
+    return attrs.evolve(epilogue, nodes=nodes, outputs=outputs)
+
+
+def _postorder(nodes: Sequence[Node], roots: Sequence[int]) -> list[int]:
+    """Operands before users, left to right, each once.  Iterative: programs may be deep."""
+    order: list[int] = []
+    done: set[int] = set()
+    for root in roots:
+        stack = [(root, False)]
+        while stack:
+            index, expanded = stack.pop()
+            if index in done:
+                continue
+            if expanded:
+                done.add(index)
+                order.append(index)
+            else:
+                stack.append((index, True))
+                stack.extend((a, False) for a in reversed(nodes[index].args) if a not in done)
+    return order

@@ -1,0 +1,138 @@
+"""The IR: an epilogue as a graph of typed, immutable nodes.
+
+    Epilogue = name, dims, params, nodes, outputs
+    Node     = op(args...) : type           -- SSA: a node's index in `nodes` is its name
+    Output   = Store(name, value) | Reduce(name, value, how)
+
+`nodes` lists every node once, operands before users, in the order in which a walk from the outputs first needs
+them (see `build.canonical`).  Two epilogues that mean the same therefore compare equal, whatever names their
+`let`s had and wherever they stood: locations and name hints take no part in equality.
+
+A node is one of
+
+    param            attr = the parameter's name
+    const            attr = a float, or a bool
+    any op of ops.OPS
+
+The first parameter is the accumulator of the matmul that hosts the epilogue, if it is a tile.  An epilogue without
+one (a derived backward whose cotangents are all vectors) can only run hosted on given dimensions.
+
+The domain of a reduction is the whole [M, w*N] output.  A value that does not vary over a reduced axis is summed as
+often as the axis is long: `reduce s: col[M] = sum(1.0)` counts columns.  This is what makes the derived backward of
+a broadcast exact.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import attrs
+
+from codalang.errors import Loc
+from codalang.ir.types import Kind, ValueType
+
+
+@attrs.frozen
+class Param:
+    """An input.  `dtype` is the annotated storage dtype, or None for that of the tensor passed at the call."""
+
+    name: str
+    type: ValueType
+    dtype: str | None = None
+    loc: Loc | None = attrs.field(default=None, eq=False, repr=False)
+
+
+@attrs.frozen
+class Node:
+    """An SSA value.  `args` are indices into `Epilogue.nodes`; `hint` is the name its author gave it, if any."""
+
+    op: str
+    args: tuple[int, ...]
+    type: ValueType
+    attr: str | float | bool | None = None
+    loc: Loc | None = attrs.field(default=None, eq=False, repr=False)
+    hint: str | None = attrs.field(default=None, eq=False, repr=False)
+
+
+@attrs.frozen
+class Store:
+    """A tile output of shape `type`, rounded to `dtype` (None: the dtype of A at the call)."""
+
+    name: str
+    value: int
+    type: ValueType
+    dtype: str | None = None
+    loc: Loc | None = attrs.field(default=None, eq=False, repr=False)
+
+
+@attrs.frozen
+class Reduce:
+    """A reduction of `value` over the axes that `type` lacks.
+
+    `width` is the width of the domain that is summed: the value's own where it has one, the row's for a row result,
+    and 1 otherwise.  `dtype` is the storage dtype of the merged result (None: f32).
+    """
+
+    name: str
+    value: int
+    type: ValueType
+    how: str = "sum"
+    dtype: str | None = None
+    loc: Loc | None = attrs.field(default=None, eq=False, repr=False)
+
+
+Output = Store | Reduce
+
+
+@attrs.frozen
+class Epilogue:
+    """A tile-local function of a GEMM's accumulator and of further inputs.  See the module's docstring."""
+
+    name: str
+    dims: tuple[str, str]
+    params: tuple[Param, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Output, ...]
+    loc: Loc | None = attrs.field(default=None, eq=False, repr=False)
+
+    @property
+    def accumulator(self) -> Param | None:
+        """The parameter that a hosting matmul computes, or None."""
+        first = self.params[0] if self.params else None
+        return first if first is not None and first.type.kind is Kind.TILE else None
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """The tile outputs, in textual order."""
+        return tuple(o for o in self.outputs if isinstance(o, Store))
+
+    @property
+    def reductions(self) -> tuple[Reduce, ...]:
+        """The reductions, in textual order."""
+        return tuple(o for o in self.outputs if isinstance(o, Reduce))
+
+    def param(self, name: str) -> Param:
+        """The parameter of that name.  Raises KeyError where there is none."""
+        for param in self.params:
+            if param.name == name:
+                return param
+        raise KeyError(name)
+
+    def has_param(self, name: str) -> bool:
+        """True where a parameter has that name."""
+        return any(p.name == name for p in self.params)
+
+    def uses(self) -> list[int]:
+        """How often each node is used, by nodes and outputs."""
+        counts = [0] * len(self.nodes)
+        for node in self.nodes:
+            for arg in node.args:
+                counts[arg] += 1
+        for output in self.outputs:
+            counts[output.value] += 1
+        return counts
+
+    def domain_width(self, output: Output) -> Fraction:
+        """The width of the [M, w*N] domain that an output covers."""
+        value = self.nodes[output.value].type
+        return output.type.width or value.width or Fraction(1)

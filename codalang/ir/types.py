@@ -1,0 +1,114 @@
+"""What a value is: a shape kind, a width, and a dtype.
+
+The kinds are the ways a value can vary over one GEMM output of shape [M, N]:
+
+| kind     | varies over | shape    |
+|----------|-------------|----------|
+| scalar   | nothing     | []       |
+| row      | columns     | [w*N]    |
+| col      | rows        | [M]      |
+| tile     | both        | [M, w*N] |
+
+`w`, the *width*, counts columns in units of the epilogue's base extent N: `split` halves it, `join` doubles it.
+A col or a scalar has no columns of its own, hence no width (None).
+
+In registers a value is f32, or bool for a mask.  *Storage* dtypes (bf16, f16, f32) belong to the tensors an
+epilogue loads and stores; None stands for "the dtype of the tensor passed at the call".
+"""
+
+from __future__ import annotations
+
+import enum
+from fractions import Fraction
+
+import attrs
+
+# The widths a value may have.  Quarter and quadruple widths have no register layout of their own.
+WIDTHS = (Fraction(1, 2), Fraction(1), Fraction(2))
+
+STORAGE_DTYPES = ("bf16", "f16", "f32")
+
+
+class Kind(enum.Enum):
+    """How a value varies over the output; see the table above."""
+
+    SCALAR = "scalar"
+    ROW = "row"
+    COL = "col"
+    TILE = "tile"
+
+    @property
+    def has_rows(self) -> bool:
+        """True where the value differs from row to row (col, tile)."""
+        return self in (Kind.COL, Kind.TILE)
+
+    @property
+    def has_columns(self) -> bool:
+        """True where the value differs from column to column (row, tile)."""
+        return self in (Kind.ROW, Kind.TILE)
+
+    @staticmethod
+    def of(rows: bool, columns: bool) -> Kind:
+        """The kind that varies over exactly the named axes."""
+        return _KIND_OF[rows, columns]
+
+
+_KIND_OF = {
+    (False, False): Kind.SCALAR,
+    (False, True): Kind.ROW,
+    (True, False): Kind.COL,
+    (True, True): Kind.TILE,
+}
+
+
+class Dtype(enum.Enum):
+    """The dtype of a value in registers."""
+
+    F32 = "f32"
+    BOOL = "bool"
+
+
+@attrs.frozen
+class ValueType:
+    """The type of an SSA value: kind, width (None without columns) and register dtype."""
+
+    kind: Kind
+    width: Fraction | None = None
+    dtype: Dtype = Dtype.F32
+
+    def __attrs_post_init__(self) -> None:
+        if (self.width is None) == self.kind.has_columns:
+            raise ValueError(f"a {self.kind.value} cannot have width {self.width}")
+
+    def show(self, dims: tuple[str, str]) -> str:
+        """The type as it is written in the language, e.g. `tile[M, N/2]`."""
+        text = show_shape(self.kind, self.width, dims)
+        return text if self.dtype is Dtype.F32 else f"{text} of {self.dtype.value}"
+
+
+def show_extent(width: Fraction, n: str) -> str:
+    """A number of columns as written: `N`, `N/2` or `2*N`."""
+    if width == 1:
+        return n
+    return f"{n}/{width.denominator}" if width < 1 else f"{width.numerator}*{n}"
+
+
+def show_shape(kind: Kind, width: Fraction | None, dims: tuple[str, str]) -> str:
+    """A declared shape as written: `scalar`, `row[N]`, `col[M]`, `tile[M, N/2]`."""
+    m, n = dims
+    parts = ([m] if kind.has_rows else []) + ([show_extent(width, n)] if width is not None else [])
+    return kind.value + (f"[{', '.join(parts)}]" if parts else "")
+
+
+SCALAR = ValueType(Kind.SCALAR)
+COL = ValueType(Kind.COL)
+
+
+def row(width: Fraction | int = 1) -> ValueType:
+    """The type of an f32 row of `width * N` columns."""
+    return ValueType(Kind.ROW, Fraction(width))
+
+
+def tile(width: Fraction | int = 1) -> ValueType:
+    """The type of an f32 tile of `width * N` columns."""
+    return ValueType(Kind.TILE, Fraction(width))
