@@ -1,0 +1,128 @@
+"""What decides a kernel's machine code, as plain frozen data.
+
+    KernelSpec = epilogue, host, operand dtype and majors, storage dtypes, Config
+
+Two calls with equal specs run the same kernel; the spec is the compile cache's key.  Shapes are not in it: M, N, K
+and the strides are arguments of the compiled kernel.
+
+Widths here are *relative to the accumulator*: where a derived backward's accumulator is the half-wide cotangent, a
+full-width tile has relative width 2.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import attrs
+
+from codalang.errors import CodaUnsupportedError
+from codalang.ir.epilogue import Epilogue, Output, Param, Reduce, Store
+from codalang.ir.types import Kind
+
+DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
+
+# The relative widths that the register layout of two adjacent columns per thread can hold.
+RELATIVE_WIDTHS = (Fraction(1, 2), Fraction(1), Fraction(2))
+
+
+@attrs.frozen
+class Config:
+    """How a GEMM kernel is tiled and scheduled; chosen by `plan.choose`.
+
+    Attributes:
+        tile: rows and columns of the accumulator tile of one CTA.
+        cluster: CTAs that share operands by TMA multicast, along M and N.
+        ping_pong: two consumer warpgroups alternate tiles; otherwise they share one.
+        stages: depth of the A/B ring.
+        subtile: accumulator columns that the epilogue handles at a time.
+        load_stages: sub-tiles of tile inputs in flight per warp (0 where there are none).
+        store_stages: sub-tiles of tile outputs in flight per warp (0 where there are none).
+        raster: clusters of one group along N, for L2 locality.
+    """
+
+    tile: tuple[int, int]
+    cluster: tuple[int, int]
+    ping_pong: bool
+    stages: int
+    subtile: int
+    load_stages: int
+    store_stages: int
+    raster: int = 8
+
+
+@attrs.frozen
+class Operand:
+    """Dtype and majors of A [M, K] and B [N, K]: `k` where K is contiguous, `mn` where M (of A) or N (of B) is."""
+
+    dtype: str
+    a_major: str
+    b_major: str
+
+
+@attrs.frozen
+class KernelSpec:
+    """One kernel.
+
+    Attributes:
+        epilogue: the simplified epilogue.
+        operand: A and B of a GEMM-hosted kernel; None for a kernel hosted on plain tensors.
+        input_dtypes: storage dtype of each input in parameter order, without the accumulator of a GEMM; a scalar that
+            is passed as a number has dtype `number`.
+        output_dtypes: storage dtype of each store, in order; reductions write f32 partials.
+        config: the GEMM's configuration; None for a hosted kernel.
+        aligned: hosted kernels only: every row starts on a 16-byte boundary, so that vectors may be used.
+    """
+
+    epilogue: Epilogue
+    operand: Operand | None
+    input_dtypes: tuple[str, ...]
+    output_dtypes: tuple[str, ...]
+    config: Config | None
+    aligned: bool = True
+
+    @property
+    def inputs(self) -> tuple[tuple[Param, str], ...]:
+        """Loaded parameters with their storage dtypes."""
+        return tuple(zip(loaded_params(self.epilogue, self.operand is not None), self.input_dtypes, strict=True))
+
+    @property
+    def stores(self) -> tuple[tuple[Store, str], ...]:
+        """Tile outputs with their storage dtypes."""
+        return tuple(zip(self.epilogue.stores, self.output_dtypes, strict=True))
+
+
+def loaded_params(epilogue: Epilogue, on_gemm: bool) -> tuple[Param, ...]:
+    """The parameters a kernel loads: all but the accumulator that a GEMM computes, and but those never used."""
+    used = {node.attr for node in epilogue.nodes if node.op == "param"}
+    params = epilogue.params[1:] if on_gemm else epilogue.params
+    return tuple(p for p in params if p.name in used)
+
+
+def base_width(epilogue: Epilogue) -> Fraction:
+    """The width of the tile that hosts the epilogue: the accumulator's, or 1 where there is none."""
+    accumulator = epilogue.accumulator
+    return accumulator.type.width or Fraction(1) if accumulator else Fraction(1)
+
+
+def relative_width(epilogue: Epilogue, item: Param | Output) -> Fraction:
+    """An input's or output's width in units of the accumulator's.
+
+    Raises CodaUnsupportedError where the register layout has no place for it.
+    """
+    width = item.type.width
+    if isinstance(item, Store | Reduce):
+        width = epilogue.domain_width(item)
+    relative = (width or base_width(epilogue)) / base_width(epilogue)
+    if relative not in RELATIVE_WIDTHS:
+        raise CodaUnsupportedError(
+            f"`{item.name}` is {relative} times as wide as the accumulator of `{epilogue.name}`; kernels cover 1/2, 1 "
+            "and 2",
+            item.loc,
+            hint="store the value at another width, or run this epilogue on the reference",
+        )
+    return relative
+
+
+def is_vector(item: Param | Output) -> bool:
+    """True for a row or a col."""
+    return item.type.kind in (Kind.ROW, Kind.COL)
