@@ -21,7 +21,7 @@ from fractions import Fraction
 
 from codalang.ir.epilogue import Epilogue, Node
 from codalang.ir.ops import OPS
-from codalang.lower.spec import KernelSpec, is_vector, loaded_params, relative_width
+from codalang.lower.spec import KernelSpec, loaded_params, relative_width
 
 # Ops whose names Python keeps to itself are written with a trailing underscore.
 _STRUCTURAL = ("even", "odd", "join")
@@ -150,5 +150,3 @@ def _comment(node: Node) -> str | None:
 def _tuple(items: list[str]) -> str:
     return f"({', '.join(items)},)" if items else "()"
 
-
-__all__ = ["function_name", "generate", "is_vector"]

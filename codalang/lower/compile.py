@@ -1,0 +1,161 @@
+"""From a kernel spec to an object file for sm_90a, with or without a GPU.
+
+    generate   readable Python source of the epilogue (codegen)
+    trace      the kernel class of sm90 or hosted, specialised by it
+    compile    CuTe DSL -> PTX -> cubin, inside an object file with a TVM FFI entry
+    link       -> shared library, which loads without the DSL
+
+The compiler's report is read on the way: a kernel that spills registers or whose wgmmas were serialized is
+returned with that said, and tests fail on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from codalang.errors import CodaCompileError
+from codalang.lower.codegen import generate
+from codalang.lower.spec import KernelSpec
+
+ARCH = "sm_90a"
+ENTRY = "codalang_kernel"
+SMEM_CAPACITY = 232_448  # bytes of shared memory that one CTA of SM90 can have
+
+
+@attrs.frozen
+class Report:
+    """What the device compiler said of a kernel.
+
+    Attributes:
+        spill_bytes: bytes of registers spilled per thread, stores plus loads.
+        serialized: the compiler's words where it serialized wgmmas, else None.
+        ptx: the kernel's PTX, where it was asked for.
+    """
+
+    spill_bytes: int
+    serialized: str | None
+    ptx: str | None = None
+
+
+def compile_object(spec: KernelSpec, path: Path, *, keep_ptx: bool = False) -> Report:
+    """Compile a kernel for sm_90a into an object file at `path`.  Needs no GPU.
+
+    Raises CodaCompileError where the device compiler fails, CodaUnsupportedError for what no kernel covers.
+    """
+    os.environ["CUTE_DSL_ARCH"] = ARCH  # without a GPU the DSL would take another architecture
+    from cutlass import cute
+
+    kernel, arguments = _kernel_and_arguments(spec)
+    options = "--enable-tvm-ffi --ptxas-options '-v'" + (" --keep-ptx" if keep_ptx else "")
+    try:
+        with _captured_output() as log:
+            compiled = cute.compile(kernel, *arguments, options=options)
+            compiled.export_to_c(object_file_path=str(path), function_name=ENTRY)
+    except Exception as error:
+        raise CodaCompileError(
+            f"the device compiler failed on `{spec.epilogue.name}`: {type(error).__name__}: {error}",
+            spec.epilogue.loc,
+            hint="this is a fault of codalang, not of the program; please report it with the .coda source",
+        ) from error
+    return _report(log.getvalue(), compiled.__ptx__ if keep_ptx else None)
+
+
+def _report(log: str, ptx: str | None) -> Report:
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
+    serialized = [line for line in log.splitlines() if "C7515" in line or "C7517" in line or "serialized" in line]
+    return Report(sum(spills), serialized[0] if serialized else None, ptx)
+
+
+def load_body(spec: KernelSpec) -> Any:
+    """Import the generated epilogue class.  Its text is a real file, which the DSL needs to read sources."""
+    source = generate(spec)
+    with tempfile.TemporaryDirectory(prefix="codalang-") as folder:
+        path = Path(folder) / f"{spec.epilogue.name}.py"
+        path.write_text(source)
+        name = f"codalang_generated_{spec.epilogue.name}"
+        module_spec = importlib.util.spec_from_file_location(name, path)
+        assert module_spec is not None and module_spec.loader is not None
+        module = importlib.util.module_from_spec(module_spec)
+        module_spec.loader.exec_module(module)
+        return module.Epilogue
+
+
+def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
+    """The host function to compile and the fake arguments that describe its signature."""
+    import cutlass
+    from cutlass import cute
+
+    from codalang.lower.registers import CUTE_DTYPES
+
+    body = load_body(spec)
+    int64 = cute.sym_int64
+
+    def tensor(dtype: str, major: str = "k", aligned: bool = True) -> Any:
+        # 16 bytes: what TMA demands of the base and of every stride but the contiguous one
+        pitch = int64(divisibility=16 // (CUTE_DTYPES[dtype].width // 8) if aligned else 1)
+        stride = (pitch, 1) if major == "k" else (1, pitch)
+        align = 16 if aligned else CUTE_DTYPES[dtype].width // 8
+        return cute.runtime.make_fake_tensor(
+            CUTE_DTYPES[dtype], (cute.sym_int(), cute.sym_int()), stride, assumed_align=align
+        )
+
+    def vector(dtype: str) -> Any:
+        if dtype == "number":
+            return cutlass.Float32(0.0)
+        kind = CUTE_DTYPES[dtype]
+        return cute.runtime.make_fake_tensor(kind, (cute.sym_int(),), (1,), assumed_align=kind.width // 8)
+
+    aligned = spec.aligned
+    inputs = tuple(tensor(i.dtype, aligned=aligned) if i.kind == "tile" else vector(i.dtype) for i in body.INPUTS)
+    outputs = tuple(tensor(t.dtype, aligned=aligned) for t in body.TILES)
+    outputs += tuple(
+        cute.runtime.make_fake_tensor(
+            cutlass.Float32, (cute.sym_int(), cute.sym_int()), (int64(), 1), assumed_align=4
+        )
+        for _ in body.PARTIALS
+    )
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    if spec.operand is None:
+        from codalang.lower.hosted import HostedKernel
+
+        return HostedKernel(body, spec.aligned), [inputs, outputs, cutlass.Int32(1), cutlass.Int32(1), stream]
+    from codalang.lower.sm90 import GemmKernel
+
+    operand = spec.operand
+    assert spec.config is not None
+    kernel = GemmKernel(body, spec.config, operand.dtype, operand.a_major, operand.b_major)
+    a, b = tensor(operand.dtype, operand.a_major), tensor(operand.dtype, operand.b_major)
+    return kernel, [a, b, inputs, outputs, cutlass.Int32(1), stream]
+
+
+@contextlib.contextmanager
+def _captured_output() -> Iterator[io.StringIO]:
+    """What the compiler writes to the process's stdout and stderr, Python's or a library's."""
+    log = io.StringIO()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile(mode="w+b") as file:
+        saved = os.dup(1), os.dup(2)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield log
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for target, descriptor in zip((1, 2), saved, strict=True):
+                os.dup2(descriptor, target)
+                os.close(descriptor)
+            file.seek(0)
+            log.write(file.read().decode(errors="replace"))

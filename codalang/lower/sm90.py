@@ -1,0 +1,535 @@
+"""The GEMM of SM90: one fixed mainloop, and the loop that runs any generated epilogue on its accumulator.
+
+    acc[M, N] = A[M, K] @ B[N, K]^T     bf16 or f16 operands, f32 accumulation; then Epilogue.apply
+
+Warp roles (384 threads, one CTA per SM, persistent):
+
+| warps          | role                                                                                     |
+|----------------|------------------------------------------------------------------------------------------|
+| 0              | producer: TMA loads of A and B into the ring, multicast over the cluster                  |
+| 1-3            | idle; they only give up their registers                                                   |
+| 4-7, 8-11      | two consumer warpgroups: wgmma, then the epilogue                                         |
+
+Consumers work as one *team* of 8 warps on one tile (cooperative) or as two teams of 4 on alternating tiles
+(ping-pong: one team's epilogue runs under the other's mainloop).
+
+| pipeline     | full barrier arrivals               | empty                                                     |
+|--------------|-------------------------------------|-----------------------------------------------------------|
+| A/B ring     | 1 expect_tx, all bytes of the stage | team warps x CTAs that share the stage by multicast        |
+| tile inputs  | 1 expect_tx, private to one warp    | none: the warp that waits is the warp that issues          |
+| tile outputs | bulk groups, private to one warp    | wait for the group's reads                                 |
+
+**The epilogue is autonomous per warp.**  A warp owns 16 rows of each 64-row block of the accumulator, so it can move
+16-row slabs of tile inputs and outputs through its own piece of shared memory with its own TMA instructions: no
+barrier among warps, no separate load warp, and the first slabs of a tile are requested before its mainloop, behind
+which their latency disappears.  Only what crosses warps needs the team: staged rows, and reductions over rows.
+
+Layout of the accumulator (wgmma, PTX ISA 9.7.14): value v of thread t, lane l = t % 32, warp w = t / 32 of the
+warpgroup, is row 16w + l/4 + 8*((v>>1)&1), column 8*(v>>2) + 2*(l%4) + (v&1).  Two adjacent values are two adjacent
+columns: the *pair* that `Epilogue.apply` sees.
+
+Ragged edges: TMA drops what lies outside, vectors are loaded at a clamped index, and reductions mask the reduced
+value.  A CTA whose own tile lies outside still takes part in its cluster's multicast.
+"""
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute, pipeline
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.utils import SmemAllocator
+
+from codalang.lower.body import Input, Partial, Tile
+from codalang.lower.epilogue_loop import epilogue_of
+from codalang.lower.registers import CUTE_DTYPES
+from codalang.lower.spec import DTYPE_BYTES, Config
+
+K_TILE = 64  # elements of K per stage: one 128-byte swizzle row of a 16-bit dtype
+CONSUMER_WARPS = 8
+THREADS = 384
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+SLAB_ROWS = 16  # rows of one warp in a 64-row block of the accumulator
+PANEL_BYTES = 128  # widest shared-memory row that TMA can swizzle
+TEAM_BARRIER = 1  # named barriers 1 and 2: one per team
+TURN_BARRIER = 3  # named barriers 3 and 4: whose mainloop's turn it is
+
+
+class Slab:
+    """How one tile input or output of a warp's 16 rows by one sub-tile lies in shared memory.
+
+    The slab is cut into panels of at most 128 bytes a row, each swizzled as TMA does; a thread's registers of one
+    pair are adjacent in a panel.
+    """
+
+    def __init__(self, item: Input | Tile, subtile: int, stages: int) -> None:
+        self.item = item
+        self.dtype = CUTE_DTYPES[item.dtype]
+        self.element = DTYPE_BYTES[item.dtype]
+        row = int(subtile * item.width) * self.element
+        self.panel = min(row, PANEL_BYTES)
+        self.panels = row // self.panel
+        self.panel_columns = self.panel // self.element
+        self.stages = stages
+        self.slots = CONSUMER_WARPS * stages * self.panels
+
+    @property
+    def bytes_per_warp(self) -> int:
+        """Bytes of one stage of one warp."""
+        return SLAB_ROWS * self.panel * self.panels
+
+    @property
+    def elements(self) -> int:
+        """Elements of all stages of all warps."""
+        return self.slots * SLAB_ROWS * self.panel_columns
+
+    def layout(self) -> cute.ComposedLayout:
+        """(16, panel columns, slots), swizzled."""
+        kinds = warpgroup.SmemLayoutAtomKind
+        kind = {16: kinds.K_INTER, 32: kinds.K_SW32, 64: kinds.K_SW64, 128: kinds.K_SW128}[self.panel]
+        atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
+        return cute.tile_to_shape(atom, (SLAB_ROWS, self.panel_columns, self.slots), (0, 1, 2))
+
+    def lane_offset(self, lane: Int32) -> tuple[Int32, Int32]:
+        """The lane's part of a byte offset: its row's, and its column's with the swizzle's exclusive-or."""
+        row = lane // 4
+        swizzle = ((row * self.panel) // 128) * 16
+        return row * self.panel, (lane % 4) * (self.item.registers * self.element) ^ swizzle
+
+    def pair_offset(self, lane_offset: tuple[Int32, Int32], block: int, half: int) -> tuple[int, Int32]:
+        """Panel, and byte offset in it, of the lane's pair in 8-column block `block`, row half 0 or 1."""
+        column = int(8 * block * self.item.width) * self.element
+        panel, within = divmod(column, self.panel)
+        row, lane_column = lane_offset
+        return panel, row + (lane_column ^ within) + half * 8 * self.panel
+
+
+class GemmKernel:
+    """A GEMM with one epilogue and one configuration.  `__call__` is the host function to compile."""
+
+    def __init__(self, body: Any, config: Config, a_dtype: str, a_major: str, b_major: str) -> None:
+        self.body = body
+        self.config = config
+        self.dtype = CUTE_DTYPES[a_dtype]
+        self.a_major, self.b_major = a_major, b_major
+        self.tile_m, self.tile_n = config.tile
+        self.teams = 2 if config.ping_pong else 1
+        self.team_warps = CONSUMER_WARPS // self.teams
+        self.team_groups = 2 // self.teams
+        self.row_blocks = self.tile_m // (64 * self.team_groups)  # 64-row blocks per warpgroup
+        self.subtiles = self.tile_n // config.subtile
+        self.loads = [Slab(i, config.subtile, config.load_stages) for i in body.INPUTS if i.kind == "tile"]
+        self.stores = [Slab(t, config.subtile, config.store_stages) for t in body.TILES]
+        self.rows = [i for i in body.INPUTS if i.kind == "row"]
+        self.cols = [i for i in body.INPUTS if i.kind == "col"]
+        self.scratch = [p for p in body.PARTIALS if p.kind != "col"]
+        self.has_team_sync = bool(self.rows or self.scratch)
+
+    # ---------------------------------------------------------------- host
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        inputs: tuple,
+        outputs: tuple,
+        max_clusters: Int32,
+        stream: Any,
+    ) -> None:
+        """Launch.  a [M, K], b [N, K]; inputs and outputs in the order of the body's declarations."""
+        config = self.config
+        tiled_mma = self._tiled_mma()
+        layout_a = self._operand_layout(self.a_major, self.tile_m)
+        layout_b = self._operand_layout(self.b_major, self.tile_n)
+        atom_a, tma_a = self._operand_tma(a, layout_a, self.tile_m, config.cluster[1])
+        atom_b, tma_b = self._operand_tma(b, layout_b, self.tile_n, config.cluster[0])
+
+        tile_inputs = [t for t, i in zip(inputs, self.body.INPUTS, strict=True) if i.kind == "tile"]
+        loads = tuple(
+            self._slab_tma(cpasync.CopyBulkTensorTileG2SOp(), t, s) for t, s in zip(tile_inputs, self.loads, strict=True)
+        )
+        stores = tuple(
+            self._slab_tma(cpasync.CopyBulkTensorTileS2GOp(), t, s)
+            for t, s in zip(outputs[: len(self.stores)], self.stores, strict=True)
+        )
+        vectors = tuple(t for t, i in zip(inputs, self.body.INPUTS, strict=True) if i.kind != "tile")
+        partials = tuple(outputs[len(self.stores) :])
+
+        m, n = a.shape[0], b.shape[0]
+        clusters_m = cute.ceil_div(cute.ceil_div(m, self.tile_m), config.cluster[0])
+        clusters_n = cute.ceil_div(cute.ceil_div(n, self.tile_n), config.cluster[1])
+        clusters = cutlass.min(max_clusters, clusters_m * clusters_n)
+        self.kernel(
+            tiled_mma,
+            atom_a,
+            tma_a,
+            atom_b,
+            tma_b,
+            layout_a,
+            layout_b,
+            tuple(atom for atom, _ in loads),
+            tuple(tensor for _, tensor in loads),
+            tuple(atom for atom, _ in stores),
+            tuple(tensor for _, tensor in stores),
+            vectors,
+            partials,
+            m,
+            n,
+        ).launch(
+            grid=(config.cluster[0], config.cluster[1], clusters),
+            block=(THREADS, 1, 1),
+            cluster=(config.cluster[0], config.cluster[1], 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+
+    def _tiled_mma(self) -> cute.TiledMma:
+        majors = {"k": warpgroup.OperandMajorMode.K, "mn": warpgroup.OperandMajorMode.MN}
+        op = warpgroup.MmaF16BF16Op(
+            self.dtype,
+            Float32,
+            (64, self.tile_n, 16),
+            warpgroup.OperandSource.SMEM,
+            majors[self.a_major],
+            majors[self.b_major],
+        )
+        return cute.make_tiled_mma(cute.make_mma_atom(op), (self.team_groups, 1, 1))
+
+    def _operand_layout(self, major: str, extent: int) -> cute.ComposedLayout:
+        """Shared memory of an operand: (extent, K_TILE, stages), in 128-byte swizzled rows of its major axis."""
+        kinds = warpgroup.SmemLayoutAtomKind
+        if major == "k":
+            kind, order = kinds.K_SW128, (0, 1, 2)
+        else:
+            kind = kinds.MN_SW128 if extent % 64 == 0 else kinds.MN_SW64
+            order = (1, 0, 2)
+        atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
+        return cute.tile_to_shape(atom, (extent, K_TILE, self.config.stages), order)
+
+    def _operand_tma(
+        self, tensor: cute.Tensor, layout: cute.ComposedLayout, extent: int, sharers: int
+    ) -> tuple[cute.CopyAtom, cute.Tensor]:
+        op = cpasync.CopyBulkTensorTileG2SOp() if sharers == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        atom, tma_tensor = cpasync.make_tiled_tma_atom(
+            op, tensor, cute.slice_(layout, (None, None, 0)), (extent, K_TILE), num_multicast=sharers
+        )
+        return atom, tma_tensor
+
+    def _slab_tma(self, op: Any, tensor: cute.Tensor, slab: Slab) -> tuple[cute.CopyAtom, cute.Tensor]:
+        atom, tma_tensor = cpasync.make_tiled_tma_atom(
+            op, tensor, cute.slice_(slab.layout(), (None, None, 0)), (SLAB_ROWS, slab.panel_columns)
+        )
+        return atom, tma_tensor
+
+    def _shared_storage(self, layout_a: Any, layout_b: Any) -> Any:
+        config = self.config
+        load_bytes = sum(s.elements * s.element for s in self.loads)
+        store_bytes = sum(s.elements * s.element for s in self.stores)
+
+        @cute.struct
+        class SharedStorage:
+            ring: cute.struct.MemRange[Int64, 2 * config.stages]
+            load_barriers: cute.struct.MemRange[Int64, max(1, CONSUMER_WARPS * config.load_stages)]
+            a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_a)], 1024]
+            b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_b)], 1024]
+            loads: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, max(16, load_bytes)], 1024]
+            stores: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, max(16, store_bytes)], 1024]
+            rows: cute.struct.Align[cute.struct.MemRange[Float32, max(4, self._row_floats())], 16]
+            scratch: cute.struct.Align[cute.struct.MemRange[Float32, max(4, self._scratch_floats())], 16]
+
+        return SharedStorage
+
+    def _row_floats(self) -> int:
+        """Staged row vectors: twice (a fast warp may stage the next tile's), once per team."""
+        return 2 * self.teams * sum(int(self.tile_n * r.width) for r in self.rows)
+
+    def _scratch_floats(self) -> int:
+        """What warps leave for their team's sum over rows: a row, or one number, per warp."""
+        return CONSUMER_WARPS * sum(self._scratch_width(p) for p in self.scratch)
+
+    def _scratch_width(self, partial: Partial) -> int:
+        return int(self.tile_n * partial.width) if partial.kind == "row" else 1
+
+    # ---------------------------------------------------------------- device
+
+    @cute.kernel
+    def kernel(
+        self,
+        tiled_mma: cute.TiledMma,
+        atom_a: cute.CopyAtom,
+        tma_a: cute.Tensor,
+        atom_b: cute.CopyAtom,
+        tma_b: cute.Tensor,
+        layout_a: cute.ComposedLayout,
+        layout_b: cute.ComposedLayout,
+        load_atoms: tuple,
+        load_tensors: tuple,
+        store_atoms: tuple,
+        store_tensors: tuple,
+        vectors: tuple,
+        partials: tuple,
+        m: Int32,
+        n: Int32,
+    ) -> None:
+        """The device function; see the module's docstring for the roles."""
+        config = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for atom in (atom_a, atom_b, *load_atoms, *store_atoms):
+                cpasync.prefetch_descriptor(atom)
+
+        cluster_m, cluster_n = config.cluster
+        cta_layout = cute.make_layout((cluster_m, cluster_n, 1))
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        cta = cta_layout.get_flat_coord(rank)
+
+        storage = SmemAllocator().allocate(self._shared_storage(layout_a, layout_b))
+        s_a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
+        s_b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
+        sharers = cluster_m + cluster_n - 1
+        ring = pipeline.PipelineTmaAsync.create(
+            barrier_storage=storage.ring.data_ptr(),
+            num_stages=config.stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, sharers * self.team_warps),
+            tx_count=(self.tile_m + self.tile_n) * K_TILE * 2,
+            cta_layout_vmnk=cute.make_layout((1, cluster_m, cluster_n, 1)),
+            defer_sync=True,
+        )
+        load_barriers = storage.load_barriers.data_ptr()
+        if cutlass.const_expr(len(self.loads) > 0):
+            if warp == 0:
+                with cute.arch.elect_one():
+                    for i in cutlass.range_constexpr(CONSUMER_WARPS * config.load_stages):
+                        cute.arch.mbarrier_init(load_barriers + i, 1)
+        pipeline.pipeline_init_arrive(cluster_shape_mn=config.cluster, is_relaxed=True)
+
+        # (tile rows or columns, K_TILE, tiles, K tiles)
+        g_a = cute.local_tile(tma_a, (self.tile_m, K_TILE), (None, None))
+        g_b = cute.local_tile(tma_b, (self.tile_n, K_TILE), (None, None))
+        k_tiles = cute.size(g_a, mode=[3])
+        pipeline.pipeline_init_wait(cluster_shape_mn=config.cluster)
+
+        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
+        if group == 0:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == 0:
+                self.produce(atom_a, atom_b, g_a, g_b, s_a, s_b, ring, cta, k_tiles, m, n)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            self.consume(
+                tiled_mma,
+                s_a,
+                s_b,
+                ring,
+                storage,
+                load_atoms,
+                load_tensors,
+                store_atoms,
+                store_tensors,
+                vectors,
+                partials,
+                cta,
+                k_tiles,
+                m,
+                n,
+            )
+
+    @cute.jit
+    def tile_of(self, index: Int32, clusters_m: Int32, clusters_n: Int32, cta: Any) -> tuple[Int32, Int32]:
+        """This CTA's tile (along M, along N) of the index-th cluster.
+
+        Clusters are taken in bands of `raster` along N, row by row, so that a wave covers a near-square patch of the
+        output and the panels of A and B that it reads stay in L2.
+        """
+        raster = self.config.raster
+        band = index // (clusters_m * raster)
+        within = index - band * (clusters_m * raster)
+        width = cutlass.min(raster, clusters_n - band * raster)
+        row = within // width
+        column = band * raster + within - row * width
+        return row * self.config.cluster[0] + cta[0], column * self.config.cluster[1] + cta[1]
+
+    @cute.jit
+    def cluster_grid(self, m: Int32, n: Int32) -> tuple[Int32, Int32]:
+        """Clusters along M and N."""
+        return (
+            cute.ceil_div(cute.ceil_div(m, self.tile_m), self.config.cluster[0]),
+            cute.ceil_div(cute.ceil_div(n, self.tile_n), self.config.cluster[1]),
+        )
+
+    @cute.jit
+    def produce(
+        self,
+        atom_a: cute.CopyAtom,
+        atom_b: cute.CopyAtom,
+        g_a: cute.Tensor,
+        g_b: cute.Tensor,
+        s_a: cute.Tensor,
+        s_b: cute.Tensor,
+        ring: Any,
+        cta: Any,
+        k_tiles: Int32,
+        m: Int32,
+        n: Int32,
+    ) -> None:
+        """Fill the ring with the A and B tiles of every tile of this CTA, in the consumers' order."""
+        cluster_m, cluster_n = self.config.cluster
+        cta_layout = cute.make_layout((cluster_m, cluster_n, 1))
+        mask_a = cute.make_layout_image_mask(cta_layout, cta, mode=1) if cluster_n > 1 else 0
+        mask_b = cute.make_layout_image_mask(cta_layout, cta, mode=0) if cluster_m > 1 else 0
+        to_a, from_a = cpasync.tma_partition(
+            atom_a, cta[1], cute.make_layout(cluster_n), cute.group_modes(s_a, 0, 2), cute.group_modes(g_a, 0, 2)
+        )
+        to_b, from_b = cpasync.tma_partition(
+            atom_b, cta[0], cute.make_layout(cluster_m), cute.group_modes(s_b, 0, 2), cute.group_modes(g_b, 0, 2)
+        )
+        clusters_m, clusters_n = self.cluster_grid(m, n)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
+        index = cute.arch.block_idx()[2]
+        while index < clusters_m * clusters_n:
+            tile_m, tile_n = self.tile_of(index, clusters_m, clusters_n, cta)
+            for k in cutlass.range(k_tiles, unroll=1):
+                ring.producer_acquire(state)
+                barrier = ring.producer_get_barrier(state)
+                cute.copy(
+                    atom_a,
+                    from_a[(None, tile_m, k)],
+                    to_a[(None, state.index)],
+                    tma_bar_ptr=barrier,
+                    mcast_mask=mask_a,
+                )
+                cute.copy(
+                    atom_b,
+                    from_b[(None, tile_n, k)],
+                    to_b[(None, state.index)],
+                    tma_bar_ptr=barrier,
+                    mcast_mask=mask_b,
+                )
+                state.advance()
+            index += cute.arch.grid_dim()[2]
+        ring.producer_tail(state)
+
+    @cute.jit
+    def consume(
+        self,
+        tiled_mma: cute.TiledMma,
+        s_a: cute.Tensor,
+        s_b: cute.Tensor,
+        ring: Any,
+        storage: Any,
+        load_atoms: tuple,
+        load_tensors: tuple,
+        store_atoms: tuple,
+        store_tensors: tuple,
+        vectors: tuple,
+        partials: tuple,
+        cta: Any,
+        k_tiles: Int32,
+        m: Int32,
+        n: Int32,
+    ) -> None:
+        """Mainloop and epilogue of every tile of this warp's team."""
+        config = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
+        group = warp // 4
+        team = group if cutlass.const_expr(config.ping_pong) else Int32(0)
+        member = 0 if cutlass.const_expr(config.ping_pong) else group  # warpgroup within the team
+        thread_mma = tiled_mma.get_slice(member * 128)
+        frag_a = tiled_mma.make_fragment_A(thread_mma.partition_A(s_a))
+        frag_b = tiled_mma.make_fragment_B(thread_mma.partition_B(s_b))
+        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(config.tile), Float32)
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+
+        # bound methods: the DSL would take an object whose methods the loop calls for a value that the loop changes
+        begin, finish = epilogue_of(
+            self, storage, warp, team, member, load_atoms, load_tensors, store_atoms, store_tensors, vectors, m, n
+        )
+        clusters_m, clusters_n = self.cluster_grid(m, n)
+        step = cute.arch.grid_dim()[2]
+        if cutlass.const_expr(config.ping_pong):
+            if team == 1:  # the first team starts
+                cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=256)
+        visit = Int32(0)
+        index = cute.arch.block_idx()[2] + team * step
+        while index < clusters_m * clusters_n:
+            tile_m, tile_n = self.tile_of(index, clusters_m, clusters_n, cta)
+            staged = begin(tile_m, tile_n, visit)
+            acc.fill(0.0)
+            # K tiles that passed through the ring before this tile's
+            passed = (visit * self.teams + team) * k_tiles
+            self.mainloop(tiled_mma, acc, frag_a, frag_b, ring, passed, k_tiles, team)
+            finish(acc, staged, tile_m, tile_n, visit, partials)
+            index += self.teams * step
+            visit += 1
+        if cutlass.const_expr(len(self.stores) > 0):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def mainloop(
+        self,
+        tiled_mma: cute.TiledMma,
+        acc: cute.Tensor,
+        frag_a: cute.Tensor,
+        frag_b: cute.Tensor,
+        ring: Any,
+        passed: Int32,
+        k_tiles: Int32,
+        team: Int32,
+    ) -> None:
+        """acc += A @ B^T over all of K.  One wgmma group stays in flight; the stage before it is released."""
+        stages = self.config.stages
+        slot, phase = passed % stages, (passed // stages) % 2
+        read = pipeline.PipelineState(stages, Int32(0), slot, phase)
+        release = pipeline.PipelineState(stages, Int32(0), slot, phase)
+        if cutlass.const_expr(self.config.ping_pong):
+            self.await_turn(team)
+        warpgroup.fence()
+        ring.consumer_wait(read)
+        self.multiply(tiled_mma, acc, frag_a, frag_b, read.index)
+        read.advance()
+        for _ in cutlass.range(1, k_tiles, unroll=1):
+            ring.consumer_wait(read)
+            self.multiply(tiled_mma, acc, frag_a, frag_b, read.index)
+            warpgroup.wait_group(1)
+            ring.consumer_release(release)
+            read.advance()
+            release.advance()
+        if cutlass.const_expr(self.config.ping_pong):
+            self.pass_turn(team)
+        warpgroup.wait_group(0)
+        ring.consumer_release(release)
+
+    @cute.jit
+    def multiply(
+        self, tiled_mma: cute.TiledMma, acc: cute.Tensor, frag_a: cute.Tensor, frag_b: cute.Tensor, slot: Int32
+    ) -> None:
+        """Issue and commit the wgmmas of one stage."""
+        for k in cutlass.range_constexpr(K_TILE // 16):
+            cute.gemm(tiled_mma, acc, frag_a[(None, None, k, slot)], frag_b[(None, None, k, slot)], acc)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def await_turn(self, team: Int32) -> None:
+        """Wait until the other team has issued its mainloop."""
+        # static ids: a dynamic one makes the assembler reserve all sixteen barriers
+        if team == 0:
+            cute.arch.barrier(barrier_id=TURN_BARRIER, number_of_threads=256)
+        else:
+            cute.arch.barrier(barrier_id=TURN_BARRIER + 1, number_of_threads=256)
+
+    @cute.jit
+    def pass_turn(self, team: Int32) -> None:
+        """Let the other team's mainloop start."""
+        if team == 0:
+            cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1, number_of_threads=256)
+        else:
+            cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=256)
+
+    @cute.jit
+    def sync_team(self, team: Int32) -> None:
+        """A barrier among the warps of one team."""
+        if team == 0:
+            cute.arch.barrier(barrier_id=TEAM_BARRIER, number_of_threads=self.team_warps * 32)
+        else:
+            cute.arch.barrier(barrier_id=TEAM_BARRIER + 1, number_of_threads=self.team_warps * 32)
