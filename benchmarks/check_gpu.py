@@ -1,0 +1,79 @@
+"""Correctness on a Hopper GPU, all of it in one process: `python benchmarks/check_gpu.py [--sweep] [--out DIR]`.
+
+Runs the cases of tests/gpu/gpu_cases.py as `pytest -m gpu` does, and prints a table: per subject and group, how many
+cases ran, how many failed, the worst error as a fraction of what is allowed, and the seconds.  `--sweep` adds every
+combination of ragged extents and majors.  Kernels are compiled first, in as many processes as there are cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/gpu")]
+
+import gpu_cases  # noqa: E402
+import gpu_checks  # noqa: E402
+import torch  # noqa: E402
+
+from codalang.lower import run  # noqa: E402
+
+LINE = "{subject:36} {group:11} {cases:>6} cases {failed:>5} failed  worst {worst:5.3f}  {seconds:6.1f} s"
+GROUPS = ("ragged", "empty", "near limit", "llama", "huge")
+
+
+def main() -> None:
+    """Parse the command line, run the groups, print and write the table; exits with 1 where a case failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", nargs="+", choices=list(gpu_cases.GROUPS), default=list(GROUPS))
+    parser.add_argument("--sweep", action="store_true", help="add every combination of ragged extents and majors")
+    parser.add_argument("--subjects", nargs="+", choices=list(gpu_cases.SOURCES), default=list(gpu_cases.SOURCES))
+    parser.add_argument("--show", type=int, default=5, help="failures to print in full, per row")
+    parser.add_argument("--out", type=Path, help="folder for check_gpu.json")
+    options = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        sys.exit("check_gpu.py needs a Hopper GPU (compute capability 9.0)")
+    groups = options.groups + (["sweep"] if options.sweep else [])
+    subjects = gpu_cases.subjects(options.subjects)
+    rows = [check_row(subject, group, options.show) for group in groups for subject in subjects]
+    rows = [row for row in rows if row["cases"]]
+    for row in rows:
+        print(LINE.format(**row))
+    failed = sum(row["failed"] for row in rows)
+    print(f"{sum(row['cases'] for row in rows) - failed} passed, {failed} failed")
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "check_gpu.json").write_text(json.dumps(rows, indent=1))
+    sys.exit(1 if failed else 0)
+
+
+def check_row(subject: gpu_cases.Subject, group: str, show: int) -> dict:
+    """Run one group of one subject."""
+    begin = time.perf_counter()
+    cases = gpu_cases.GROUPS[group](subject)
+    failures: list[str] = []
+    worst = 0.0
+    for case in cases:
+        findings = gpu_checks.check(case, run, allocator=run)
+        worst = max([worst, *(f.error / f.allowed for f in findings if f.allowed)])
+        if bad := [str(f) for f in findings if not f.ok]:
+            failures.append("; ".join(bad))
+    for failure in failures[:show]:
+        print(f"FAILED {failure}", flush=True)
+    return {
+        "subject": str(subject),
+        "group": group,
+        "cases": len(cases),
+        "failed": len(failures),
+        "worst": worst,
+        "seconds": time.perf_counter() - begin,
+        "failures": failures,
+    }
+
+
+if __name__ == "__main__":
+    main()

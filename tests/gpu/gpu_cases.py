@@ -1,0 +1,219 @@
+"""What the GPU tests run, as data: subjects (an epilogue and its host) and cases (dtypes, extents, memory layouts).
+
+    Subject = what is checked: a forward or a derived backward, on a GEMM or hosted on plain tensors
+    Case    = Subject + dtypes + (M, N, K) + the memory layout of each kind of input
+
+M and N are the extents of the *forward* epilogue's output; a derived backward whose accumulator is half as wide runs
+on a GEMM with N/2 columns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import attrs
+
+import codalang.parser
+from codalang.autodiff import Derivative, derive
+from codalang.errors import Source
+from codalang.ir.epilogue import Epilogue
+
+ROOT = Path(__file__).parents[2]
+SOURCES = {
+    "swiglu": ROOT / "stdlib/swiglu.coda",
+    "bias_gelu": ROOT / "stdlib/bias_gelu.coda",
+    "residual_rms": ROOT / "stdlib/residual_rms.coda",
+    "scaled_swiglu": ROOT / "stdlib/scaled_swiglu.coda",
+    "every_feature": Path(__file__).parent / "every_feature.coda",
+}
+
+DTYPES = ("bf16", "f16")
+RAGGED_M = (1, 7, 63, 129, 1000)
+RAGGED_N = (8, 24, 104, 130, 1000, 4104)
+RAGGED_K = (7, 8, 40, 72, 4096)
+MAJORS = ("row", "column")
+# Every way a caller may hold a matrix; see `gpu_checks.LAYOUTS` for what each is.
+MATRIX_LAYOUTS = (
+    "row",
+    "column",
+    "pitched",
+    "odd pitch",
+    "odd base",
+    "every other row",
+    "every other column",
+    "expanded rows",
+    "expanded columns",
+)
+VECTOR_LAYOUTS = ("dense", "strided", "odd base", "expanded")
+
+# Llama-3-8B, 8192 tokens: (M, N, K) of the forward GEMM.
+LLAMA_8B = {
+    "swiglu": (8192, 28672, 4096),
+    "scaled_swiglu": (8192, 28672, 4096),
+    "bias_gelu": (8192, 28672, 4096),
+    "residual_rms": (8192, 4096, 14336),
+}
+
+
+@attrs.frozen
+class Subject:
+    """An epilogue with its host.
+
+    Attributes:
+        name: the forward epilogue's name, a key of SOURCES.
+        backward: the derived backward of it; otherwise the forward, with what the backward needs saved.
+        on_gemm: the accumulator comes from a matmul; otherwise it is a plain tensor.
+    """
+
+    name: str
+    backward: bool
+    on_gemm: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} {'backward' if self.backward else 'forward'} {'on GEMM' if self.on_gemm else 'hosted'}"
+
+    @property
+    def epilogue(self) -> Epilogue:
+        """The epilogue that runs."""
+        derivative = derived(self.name)
+        return derivative.backward if self.backward else derivative.forward
+
+
+@attrs.frozen
+class Case:
+    """One run: see the module's docstring.  `magnitude` scales the accumulator and every tile input."""
+
+    subject: Subject
+    dtype: str
+    m: int
+    n: int
+    k: int
+    a: str = "row"
+    b: str = "row"
+    tile: str = "row"
+    vector: str = "dense"
+    vector_dtype: str = "f32"
+    magnitude: float = 1.0
+
+    def __str__(self) -> str:
+        layouts = f"a={self.a}, b={self.b}, " if self.subject.on_gemm else ""
+        return (
+            f"{self.subject}, {self.dtype}, M={self.m} N={self.n} K={self.k}, {layouts}tile={self.tile}, "
+            f"vector={self.vector} {self.vector_dtype}, magnitude {self.magnitude:g}"
+        )
+
+
+@cache
+def source(name: str) -> Epilogue:
+    """The forward epilogue of that name, as its author wrote it."""
+    path = SOURCES[name]
+    return codalang.parser.parse(Source(str(path), path.read_text())).epilogues[name]
+
+
+@cache
+def derived(name: str) -> Derivative:
+    """The forward with its saves, and the backward with respect to every parameter."""
+    return derive(source(name))
+
+
+def subjects(names: Sequence[str] = tuple(SOURCES)) -> list[Subject]:
+    """Forward and backward of each, on both hosts."""
+    return [Subject(*choice) for choice in itertools.product(names, (False, True), (True, False))]
+
+
+def pairwise(factors: dict[str, Sequence], seed: int = 0) -> Iterator[dict]:
+    """Choices in which every pair of values of two factors occurs, in far fewer rows than the whole product."""
+    rng = random.Random(seed)
+    names = list(factors)
+    missing = {
+        ((x, u), (y, v))
+        for x, y in itertools.combinations(names, 2)
+        for u in factors[x]
+        for v in factors[y]
+    }
+    while missing:
+        # Start from a missing pair, so that each row makes progress; fill in what covers most of the others.
+        choice = dict(min(missing, key=repr))
+        for name in rng.sample(names, len(names)):
+            if name not in choice:
+                gain = {value: _gain(missing, choice, names, name, value) for value in factors[name]}
+                best = max(gain.values())
+                choice[name] = rng.choice([value for value in factors[name] if gain[value] == best])
+        missing -= {((x, choice[x]), (y, choice[y])) for x, y in itertools.combinations(names, 2)}
+        yield choice
+
+
+def _gain(missing: set, choice: dict, names: list[str], name: str, value: object) -> int:
+    pairs = 0
+    for other, chosen in choice.items():
+        ends = sorted(((name, value), (other, chosen)), key=lambda end: names.index(end[0]))
+        pairs += tuple(ends) in missing
+    return pairs
+
+
+def ragged(subject: Subject) -> list[Case]:
+    """A pairwise subset of dtypes, ragged extents and layouts."""
+    factors: dict[str, Sequence] = {
+        "dtype": DTYPES,
+        "m": RAGGED_M,
+        "n": RAGGED_N,
+        "tile": MATRIX_LAYOUTS,
+        "vector": VECTOR_LAYOUTS,
+        "vector_dtype": ("f32", "same"),
+    }
+    if subject.on_gemm:
+        factors |= {"k": RAGGED_K, "a": MATRIX_LAYOUTS, "b": MATRIX_LAYOUTS}
+    return [Case(subject, **({"k": 0} | choice)) for choice in pairwise(factors)]
+
+
+def sweep(subject: Subject) -> list[Case]:
+    """Every ragged extent with every dtype and every pair of majors; the other layouts take turns."""
+    ks, majors = (RAGGED_K, MAJORS) if subject.on_gemm else ((0,), ("row",))
+    product = itertools.product(DTYPES, RAGGED_M, RAGGED_N, ks, majors, majors)
+    return [
+        Case(
+            subject,
+            *choice,
+            tile=MATRIX_LAYOUTS[i % len(MATRIX_LAYOUTS)],
+            vector=VECTOR_LAYOUTS[i // 2 % len(VECTOR_LAYOUTS)],
+            vector_dtype=("f32", "same")[i % 2],
+        )
+        for i, choice in enumerate(product)
+    ]
+
+
+def empty(subject: Subject) -> list[Case]:
+    """Extents of zero.  K = 0 has an accumulator of zeros."""
+    extents = [(0, 24, 40), (129, 0, 40), (0, 0, 0)] + ([(129, 24, 0), (0, 24, 0)] if subject.on_gemm else [])
+    return [Case(subject, dtype, *extent) for dtype in DTYPES for extent in extents]
+
+
+def near_limit(subject: Subject) -> list[Case]:
+    """Magnitudes at which f16 outputs come near the largest finite value, 65504, and some pass it."""
+    return [Case(subject, "f16", 129, 1000, 72, magnitude=magnitude) for magnitude in (150.0, 1.5e4)]
+
+
+def llama(subject: Subject) -> list[Case]:
+    """The real layer's shapes, where the subject has one."""
+    if subject.name not in LLAMA_8B:
+        return []
+    return [Case(subject, dtype, *LLAMA_8B[subject.name]) for dtype in DTYPES]
+
+
+def huge(subject: Subject) -> list[Case]:
+    """Tensors past 2^31 elements."""
+    return [Case(subject, "bf16", 70000, 32768, 64)] if subject.name in ("swiglu", "residual_rms") else []
+
+
+GROUPS = {
+    "ragged": ragged,
+    "sweep": sweep,
+    "empty": empty,
+    "near limit": near_limit,
+    "llama": llama,
+    "huge": huge,
+}

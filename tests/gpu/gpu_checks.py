@@ -1,0 +1,358 @@
+"""Runs one case on the kernels and measures its error.
+
+The truth is the reference in f64 on exactly the tensors the kernel was given.  The yardstick is the reference's
+*rounding* mode, also in f64: it is exact but for the rounding of each stored output, so its error is what the storage
+dtype costs.  An output passes where
+
+    |got - truth| <= 1.05 * |rounded - truth|        for a 16-bit output      (2-norms over the whole tensor)
+    |got - truth| <= 1e-5 * |truth|                  for an f32 output
+
+Beside the error, each case checks shape, dtype and contiguity, that every element was written (outputs and partials
+are NaN before), that nothing outside them was, that no input changed, and that a second run gives the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+import attrs
+import torch
+from gpu_cases import Case, derived, source
+from torch import Tensor
+
+from codalang.ir import reference
+from codalang.ir.epilogue import Epilogue, Output, Param, Reduce
+from codalang.ir.types import Kind, ValueType
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+ROUNDING_ALLOWANCE = 1.05
+F32_ALLOWANCE = 1e-5
+# Below this a 16-bit output is exact up to the f32 arithmetic before its rounding, and a ratio means nothing.
+EXACT = 1e-6
+# The reference runs on blocks of rows of at most this many elements, so that f64 copies stay small.
+BLOCK_ELEMENTS = 2**28
+GUARD = 512
+
+Results = dict[str, Tensor]
+
+
+class Backend(Protocol):
+    """What runs an epilogue: `codalang.lower.run`, or a stand-in."""
+
+    def gemm(self, e: Epilogue, a: Tensor, b: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """On the accumulator a @ b.T."""
+
+    def hosted(
+        self, e: Epilogue, inputs: Mapping[str, Tensor], *, extents: tuple[int, int] | None = None
+    ) -> dict[str, Tensor]:
+        """On plain tensors."""
+
+
+@attrs.frozen
+class Finding:
+    """The measured error of one output: `error` and `allowed` are relative 2-norms; `fault` says what else is wrong."""
+
+    case: Case
+    output: str
+    error: float = 0.0
+    allowed: float = 0.0
+    fault: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """True where the output passes.  NaN does not."""
+        return self.fault is None and self.error <= self.allowed
+
+    def __str__(self) -> str:
+        return f"{self.case}: `{self.output}` {self.fault or f'error {self.error:.3e}, allowed {self.allowed:.3e}'}"
+
+
+# --- memory layouts ---------------------------------------------------------------------------------------------------
+
+
+def _placed(values: Tensor, shape: tuple[int, ...], view: Callable[[Tensor], Tensor]) -> Tensor:
+    """`values` written into a view of a fresh NaN buffer."""
+    buffer = torch.full(shape, torch.nan, dtype=values.dtype, device=values.device)
+    view(buffer).copy_(values)
+    return view(buffer)
+
+
+def _pitched(values: Tensor, pitch: int) -> Tensor:
+    rows, columns = values.shape
+    return _placed(values, (rows, pitch), lambda buffer: buffer[:, :columns])
+
+
+def _odd_base(values: Tensor) -> Tensor:
+    return _placed(values, (values.numel() + 1,), lambda buffer: buffer[1:].view(values.shape))
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "row": lambda v: v,
+    "column": lambda v: v.t().contiguous().t(),
+    "pitched": lambda v: _pitched(v, (v.shape[1] + 15) // 8 * 8),
+    "odd pitch": lambda v: _pitched(v, v.shape[1] | 1),
+    "odd base": _odd_base,
+    "every other row": lambda v: _placed(v, (2 * v.shape[0], v.shape[1]), lambda buffer: buffer[::2]),
+    "every other column": lambda v: _placed(v, (v.shape[0], 2 * v.shape[1]), lambda buffer: buffer[:, ::2]),
+    "expanded rows": lambda v: v[:1].expand(v.shape) if len(v) else v,
+    "expanded columns": lambda v: v[:, :1].expand(v.shape) if v.shape[1] else v,
+    "dense": lambda v: v,
+    "strided": lambda v: _placed(v, (*v.shape, 3), lambda buffer: buffer[..., 1]),
+    "expanded": lambda v: v[:1].expand(v.shape) if v.dim() and len(v) else v,
+}
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Inputs:
+    """The tensors of one case: `a` and `b` of a GEMM (or None), and the epilogue's other inputs by name."""
+
+    a: Tensor | None
+    b: Tensor | None
+    named: dict[str, Tensor]
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [t for t in (self.a, self.b, *self.named.values()) if t is not None]
+
+
+def shape_of(type: ValueType, m: int, n: int) -> tuple[int, ...]:
+    """The extents of a value of that type."""
+    rows = (m,) if type.kind.has_rows else ()
+    columns = (int(n * type.width),) if type.width is not None else ()
+    return rows + columns
+
+
+def make_inputs(case: Case, device: str) -> Inputs:
+    """Random inputs of a case: unit variance times the case's magnitude for the accumulator and tiles.
+
+    A backward is given the outputs and saves of a forward run, rounded as the kernel stores them, and random
+    cotangents.
+    """
+    generator = torch.Generator(device).manual_seed(hash((case.m, case.n, case.k)) % 2**31)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    def value(param: Param) -> Tensor:
+        tile = param.type.kind is Kind.TILE
+        dtype = case.dtype if tile or case.vector_dtype == "same" else case.vector_dtype
+        scaled = normal(*shape_of(param.type, case.m, case.n)) * (case.magnitude if tile else 1.0)
+        return scaled.to(TORCH_DTYPES[dtype])
+
+    subject, epilogue = case.subject, case.subject.epilogue
+    values = {p.name: value(p) for p in source(subject.name).params}
+    if subject.backward:
+        values |= _forward_results(case, values)
+        values |= {p.name: value(p) for p in epilogue.params if p.name not in values}
+    a = b = None
+    if subject.on_gemm:
+        columns = int(case.n * (epilogue.params[0].type.width or 1))
+        spread = case.magnitude / max(case.k, 1) ** 0.5
+        a = LAYOUTS[case.a]((normal(case.m, case.k) * spread).to(TORCH_DTYPES[case.dtype]))
+        b = LAYOUTS[case.b](normal(columns, case.k).to(TORCH_DTYPES[case.dtype]))
+    named = {}
+    for param in epilogue.params[1:] if subject.on_gemm else epilogue.params:
+        layout = case.tile if param.type.kind is Kind.TILE else case.vector
+        named[param.name] = LAYOUTS[layout](values[param.name])
+    return Inputs(a, b, named)
+
+
+def _forward_results(case: Case, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the forward leaves for the backward: each output and save, in its storage dtype."""
+    forward = derived(case.subject.name).forward
+    rounded: dict[str, list[Tensor]] = {}
+    for rows in _blocks(case):
+        block = {name: _rows(forward.param(name).type, t, rows) for name, t in values.items()}
+        for name, result in _evaluate(forward, block, (rows.stop - rows.start, case.n), case.dtype).items():
+            rounded.setdefault(name, []).append(result)
+    return {o.name: _merge(o, rounded[o.name]) for o in forward.outputs}
+
+
+# --- truth ------------------------------------------------------------------------------------------------------------
+
+
+def storage_dtype(output: Output, dtype: str) -> torch.dtype:
+    """The dtype in which a kernel keeps an output where A has `dtype`."""
+    return TORCH_DTYPES[output.dtype or ("f32" if isinstance(output, Reduce) else dtype)]
+
+
+def _blocks(case: Case) -> list[slice]:
+    """Ranges of rows small enough for the reference; one, empty or not, at the least."""
+    step = max(1, BLOCK_ELEMENTS // max(1, case.n))
+    return [slice(start, min(start + step, case.m)) for start in range(0, max(case.m, 1), step)]
+
+
+def _rows(type: ValueType, tensor: Tensor, rows: slice) -> Tensor:
+    return tensor[rows] if type.kind.has_rows else tensor
+
+
+def _merge(output: Output, blocks: list[Tensor]) -> Tensor:
+    """One result from those of the blocks: rows side by side, sums over rows added."""
+    return torch.cat(blocks) if output.type.kind.has_rows else torch.stack(blocks).sum(0)
+
+
+def _evaluate(
+    epilogue: Epilogue, inputs: Mapping[str, Tensor], extents: tuple[int, int], storage: str | None = None
+) -> dict[str, Tensor]:
+    """The reference in f64; with a storage dtype, in rounding mode."""
+    rounding = None if storage is None else reference.Storage(TORCH_DTYPES[storage])
+    return reference.run(epilogue, inputs, dtype=torch.float64, extents=extents, storage=rounding)
+
+
+def _reference_blocks(case: Case, inputs: Inputs) -> Iterator[tuple[slice, Results, Results]]:
+    """Per block of rows: the truth and the rounded truth."""
+    epilogue = case.subject.epilogue
+    for rows in _blocks(case):
+        block = {name: _rows(epilogue.param(name).type, t, rows) for name, t in inputs.named.items()}
+        if inputs.a is not None and inputs.b is not None:
+            block[epilogue.params[0].name] = inputs.a[rows].double() @ inputs.b.double().t()
+        extents = (rows.stop - rows.start, case.n)
+        yield rows, _evaluate(epilogue, block, extents), _evaluate(epilogue, block, extents, case.dtype)
+
+
+# --- the check --------------------------------------------------------------------------------------------------------
+
+
+def run_case(case: Case, inputs: Inputs, backend: Backend) -> dict[str, Tensor]:
+    """One run on the backend."""
+    epilogue = case.subject.epilogue
+    if inputs.a is not None and inputs.b is not None:
+        return backend.gemm(epilogue, inputs.a, inputs.b, inputs.named)
+    return backend.hosted(epilogue, inputs.named, extents=(case.m, case.n))
+
+
+def check(case: Case, backend: Backend, device: str = "cuda", allocator: object | None = None) -> list[Finding]:
+    """Run a case twice and judge it; one finding per output.
+
+    `allocator` is the module whose `empty` makes outputs and partials; it is wrapped so that they start as NaN between
+    guard bands.
+    """
+    inputs = make_inputs(case, device)
+    before = [t.clone() for t in inputs.tensors()]
+    with poisoned(allocator) as allocations:
+        first = run_case(case, inputs, backend)
+        second = run_case(case, inputs, backend)
+    if fault := next(filter(None, (allocation.fault() for allocation in allocations)), None):
+        return [Finding(case, "*", fault=fault)]
+    if not all(_same_bits(x, y) for x, y in zip(before, inputs.tensors(), strict=True)):
+        return [Finding(case, "*", fault="an input was written into")]
+    outputs = case.subject.epilogue.outputs
+    if list(first) != [o.name for o in outputs]:
+        return [Finding(case, "*", fault=f"outputs are {list(first)}, expected {[o.name for o in outputs]}")]
+    faults = {o.name: _form_fault(case, o, first[o.name], second[o.name]) for o in outputs}
+    sound = [o for o in outputs if faults[o.name] is None]
+    errors = _errors(case, inputs, {o.name: first[o.name] for o in sound})
+    return [
+        Finding(case, o.name, *errors[o.name]) if o in sound else Finding(case, o.name, fault=faults[o.name])
+        for o in outputs
+    ]
+
+
+def _form_fault(case: Case, output: Output, first: Tensor, second: Tensor) -> str | None:
+    """What is wrong with an output beside its values, or None."""
+    shape, dtype = shape_of(output.type, case.m, case.n), storage_dtype(output, case.dtype)
+    if tuple(first.shape) != shape or first.dtype != dtype:
+        return f"is {first.dtype} {tuple(first.shape)}, expected {dtype} {shape}"
+    if not first.is_contiguous():
+        return f"is not contiguous: strides {first.stride()}"
+    return None if _same_bits(first, second) else "differs between two runs"
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    return torch.equal(x.view(integer), y.view(integer))
+
+
+def _errors(case: Case, inputs: Inputs, got: Mapping[str, Tensor]) -> dict[str, tuple[float, float, str | None]]:
+    """Per output: its relative error, the error allowed, and a fault where infinities or NaNs are not where they
+    must be."""
+    outputs = {o.name: o for o in case.subject.epilogue.outputs if o.name in got}
+    squares = {name: torch.zeros(3, dtype=torch.float64) for name in outputs}
+    faults: dict[str, str | None] = dict.fromkeys(outputs)
+    summed: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for rows, truth, rounded in _reference_blocks(case, inputs):
+        for name, output in outputs.items():
+            if output.type.kind.has_rows:
+                faults[name] = faults[name] or _accumulate(squares[name], got[name][rows], truth[name], rounded[name])
+            else:
+                summed.setdefault(name, []).append((truth[name], rounded[name]))
+    for name, blocks in summed.items():
+        truth_sum = torch.stack([truth for truth, _ in blocks]).sum(0)
+        # Only a single block's rounding is the rounding of the sum; f32 outputs do not look at it.
+        rounded_sum = blocks[0][1] if len(blocks) == 1 else truth_sum
+        faults[name] = _accumulate(squares[name], got[name], truth_sum, rounded_sum)
+    return {
+        name: (*_relative(squares[name], storage_dtype(output, case.dtype)), faults[name])
+        for name, output in outputs.items()
+    }
+
+
+def _accumulate(squares: Tensor, got: Tensor, truth: Tensor, rounded: Tensor) -> str | None:
+    """Add the squared norms of got - truth, rounded - truth and truth over what is finite in storage."""
+    got, rounded = got.double(), rounded.double()
+    finite = rounded.isfinite()
+    if bool((got.isfinite() != finite).any()):
+        return (
+            f"{int((finite & ~got.isfinite()).sum())} elements are inf or NaN that must be finite, "
+            f"{int((~finite & got.isfinite()).sum())} finite that must not be"
+        )
+    beyond = ~finite & ~((got == rounded) | (got.isnan() & rounded.isnan()))
+    if bool(beyond.any()):
+        return f"{int(beyond.sum())} elements are the wrong one of inf, -inf and NaN"
+    terms = [torch.where(finite, x, 0.0).square().sum() for x in (got - truth, rounded - truth, truth)]
+    squares += torch.stack(terms).cpu()
+    return None
+
+
+def _relative(squares: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    error, rounding, size = squares.sqrt().tolist()
+    scale = size or 1.0
+    if dtype == torch.float32:
+        return error / scale, F32_ALLOWANCE
+    return error / scale, max(ROUNDING_ALLOWANCE * rounding / scale, EXACT)
+
+
+# --- poison -----------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Allocation:
+    """A NaN buffer of which a kernel was given the middle."""
+
+    buffer: Tensor
+    size: int
+
+    def fault(self) -> str | None:
+        """What was written into the guard bands, or None."""
+        bands = torch.cat((self.buffer[:GUARD], self.buffer[GUARD + self.size :]))
+        return None if bool(bands.isnan().all()) else "a buffer was written past its ends"
+
+
+@contextlib.contextmanager
+def poisoned(module: object | None) -> Iterator[list[Allocation]]:
+    """Make `module.empty` give NaN-filled tensors between guard bands; yields what was allocated.
+
+    GUARD elements are a multiple of 512 bytes for every dtype, so that alignment stays what torch gives.
+    """
+    allocations: list[Allocation] = []
+    if module is None:
+        yield allocations
+        return
+    original = module.empty
+
+    def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        size = int(torch.Size(shape).numel())
+        buffer = torch.full((size + 2 * GUARD,), torch.nan, dtype=dtype, device=device)
+        allocations.append(Allocation(buffer, size))
+        return buffer[GUARD : GUARD + size].view(shape)
+
+    module.empty = empty
+    try:
+        yield allocations
+    finally:
+        module.empty = original

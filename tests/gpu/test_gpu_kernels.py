@@ -1,0 +1,28 @@
+"""Every kernel against f64: one test per group of cases and subject.  See gpu_checks for what passes."""
+
+from __future__ import annotations
+
+import gpu_cases
+import gpu_checks
+import pytest
+
+GROUPS = ("ragged", "empty", "near limit", "llama", "huge")
+CHOICES = [
+    pytest.param(subject, group, id=f"{group}: {subject}")
+    for group in GROUPS
+    for subject in gpu_cases.subjects()
+    if gpu_cases.GROUPS[group](subject)
+]
+
+
+@pytest.mark.parametrize(("subject", "group"), CHOICES)
+def test_kernel(subject: gpu_cases.Subject, group: str) -> None:
+    from codalang.lower import run
+
+    findings = [
+        finding
+        for case in gpu_cases.GROUPS[group](subject)
+        for finding in gpu_checks.check(case, run, allocator=run)
+    ]
+    failures = [str(finding) for finding in findings if not finding.ok]
+    assert findings and not failures, f"{len(failures)} of {len(findings)}:\n" + "\n".join(failures[:20])
