@@ -1,0 +1,14 @@
+"""Differentiating epilogues.  Imports `ir` only.
+
+derivative  what a derivation gives
+rules       the derivative of every op, a line each
+graph       the expressions rules are written in
+flow        the walk that applies the rules
+save        which forward values the backward loads
+epilogue    `derive`: epilogue -> derived epilogue
+"""
+
+from codalang.autodiff.derivative import Decision, Derivative, Load
+from codalang.autodiff.epilogue import derive
+
+__all__ = ["Decision", "Derivative", "Load", "derive"]

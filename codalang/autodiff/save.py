@@ -1,0 +1,113 @@
+"""What the backward reads of the forward: the cheapest set of values to keep, by bytes moved.
+
+The backward needs some forward values.  Each value of activation size can be had in one of these ways:
+
+| way                                | moves                        |
+|------------------------------------|------------------------------|
+| load a forward tile parameter      | a load                       |
+| load an output the forward stores  | a load (the rounded value)   |
+| save it: the forward stores it     | a store and a load           |
+| recompute it from its operands     | what its operands cost       |
+
+Rows, cols and scalars are small and recomputed from their parameters at no cost.  A choice of values to load is
+enough when every path from the parameters to a needed value passes through one of them: a vertex cut of the forward
+graph, whose capacities are the costs above.  The minimum cut is found by maximum flow.  Among cuts that move equally
+much the one that keeps the least extra memory wins, then the one nearest the parameters (an accumulator is saved
+before its row scale, not after it).
+
+A unit is one value of two bytes per element of [M, N].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
+
+import attrs
+import networkx
+
+from codalang.autodiff.graph import is_number, is_tile
+from codalang.ir.epilogue import Node
+
+# A unit of traffic outweighs whatever memory can be kept; capacities are integers so that the flow is exact.
+_TRAFFIC = 1 << 40
+_SCALE = 4
+
+
+@attrs.frozen
+class Kept:
+    """Where the backward gets a value from: `how` is "param", "output", "saved" or "recomputed".
+
+    `name` is that of the parameter or output; `load` and `store` are the units moved for it.
+    """
+
+    how: str
+    name: str | None
+    load: Fraction = Fraction(0)
+    store: Fraction = Fraction(0)
+
+    @property
+    def moved(self) -> Fraction:
+        """Units loaded and stored."""
+        return self.load + self.store
+
+    @property
+    def capacity(self) -> int:
+        """The cost as one integer: bytes moved, then extra memory kept."""
+        return int(_SCALE * self.moved) * _TRAFFIC + int(_SCALE * self.store)
+
+
+def units(width: Fraction | None, dtype: str | None) -> Fraction:
+    """Traffic of one load or store of an activation; an unknown dtype counts as two bytes."""
+    return (width or Fraction(1)) * (2 if dtype == "f32" else 1)
+
+
+def choose(nodes: Sequence[Node], needed: Collection[int], ways: Mapping[int, Kept]) -> dict[int, Kept]:
+    """The values to load, and how.
+
+    Args:
+        nodes: the graph that `needed` and `ways` index; operands before users.
+        needed: values that the backward uses, of any kind.
+        ways: the cheapest way to get a tile by a load: of every tile parameter, of stored values and of values that
+            can be saved.  A tile without a way can only be recomputed.
+    """
+    network = _network(nodes, needed, ways)
+    if "source" not in network or "sink" not in network:
+        return {}
+    # networkx gives the cut nearest its sink; the flow runs from what is needed to the parameters.
+    _, (above, below) = networkx.minimum_cut(
+        network, "source", "sink", flow_func=networkx.algorithms.flow.shortest_augmenting_path
+    )
+    return {index: ways[index] for index in sorted(ways) if (index, "use") in above and (index, "make") in below}
+
+
+def _network(nodes: Sequence[Node], needed: Collection[int], ways: Mapping[int, Kept]) -> networkx.DiGraph:
+    """The flow network: needed values -> `use` of a value -> `make` of it -> use of its operands -> parameters.
+
+    An edge without a capacity is infinite.
+    """
+    network = networkx.DiGraph()
+    pending = [i for i in needed if is_tile(nodes[i])]
+    for index in pending:
+        network.add_edge("source", (index, "use"))
+    seen = set(pending)
+    while pending:
+        index = pending.pop()
+        if index in ways:
+            network.add_edge((index, "use"), (index, "make"), capacity=ways[index].capacity)
+        else:
+            network.add_edge((index, "use"), (index, "make"))
+        if nodes[index].op == "param":
+            network.add_edge((index, "make"), "sink")
+        for arg in nodes[index].args:
+            if is_tile(nodes[arg]):
+                network.add_edge((index, "make"), (arg, "use"))
+                if arg not in seen:
+                    seen.add(arg)
+                    pending.append(arg)
+    return network
+
+
+def savable(node: Node) -> bool:
+    """True for what a forward can store for its backward: an activation-sized number."""
+    return is_tile(node) and is_number(node)
