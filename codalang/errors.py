@@ -29,8 +29,8 @@ class Source:
 
     def line(self, number: int) -> str:
         """The text of a 1-based line, or '' where there is none."""
-        lines = self.text.splitlines()
-        return lines[number - 1] if 0 < number <= len(lines) else ""
+        lines = self.text.split("\n")  # not splitlines, which also breaks at form feeds and the like
+        return lines[number - 1].rstrip("\r") if 0 < number <= len(lines) else ""
 
 
 @attrs.frozen

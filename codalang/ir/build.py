@@ -11,6 +11,7 @@ Types are inferred as nodes are made, so an error points at the expression that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import attrs
@@ -49,8 +50,10 @@ class EpilogueBuilder:
 
     def const(self, value: float | bool, loc: Loc | None = None) -> int:
         """A literal: a float, or a bool for a mask."""
-        type_ = ValueType(Kind.SCALAR, None, Dtype.BOOL) if isinstance(value, bool) else SCALAR
-        return self._leaf(Node("const", (), type_, value if isinstance(value, bool) else float(value), loc))
+        if isinstance(value, bool):
+            return self._leaf(Node("const", (), ValueType(Kind.SCALAR, None, Dtype.BOOL), value, loc))
+        # One nan object, because its hash is its identity.
+        return self._leaf(Node("const", (), SCALAR, math.nan if math.isnan(value) else float(value), loc))
 
     def op(self, op: str, *args: int, loc: Loc | None = None, hint: str | None = None) -> int:
         """Apply an op of the table.  Raises CodaTypeError where the operands do not fit."""

@@ -49,7 +49,8 @@ class Node:
     op: str
     args: tuple[int, ...]
     type: ValueType
-    attr: str | float | bool | None = None
+    # Compared as written: 0.0 is not -0.0, and nan is nan.
+    attr: str | float | bool | None = attrs.field(default=None, eq=repr)
     loc: Loc | None = attrs.field(default=None, eq=False, repr=False)
     hint: str | None = attrs.field(default=None, eq=False, repr=False)
 

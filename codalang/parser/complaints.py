@@ -1,0 +1,272 @@
+"""Lark's errors -> messages for people.
+
+The parser knows which token it met and which it could have taken; its stack still holds the brackets and keywords
+that are open.  `_RULES` turns the common mistakes into messages of their own, first match wins; every other error says
+what was expected and what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import attrs
+from lark import Token, UnexpectedCharacters, UnexpectedInput, UnexpectedToken
+
+from codalang.errors import CodaError, CodaSyntaxError, CodaUnsupportedError, Loc, Source
+from codalang.ir.names import KEYWORDS
+from codalang.parser.newlines import NEWLINE, OPERATORS
+
+END = "$END"
+_SUPPORTED = "a file has `fn` and `epilogue` definitions; an epilogue has `let`, `store` and `reduce`"
+_DEFINITION = {"FN", "EPILOGUE"}
+_STATEMENT = {"LET", "STORE", "REDUCE", "RETURN"}
+_OPERAND = {"NAME", "NUMBER", "LPAR", "MINUS", "NOT", "TRUE", "FALSE", "INF", "NAN"}
+
+_FUTURE = {
+    "program": "call the epilogues one by one from Python; " + _SUPPORTED,
+    "import": "copy the `fn`s that you need into this file; " + _SUPPORTED,
+    "state": "of the reductions there is `reduce s: col[M] = sum(...)`; " + _SUPPORTED,
+    "save": "what the backward needs is saved without being asked",
+    "recompute": "what the backward needs is saved without being asked",
+}
+
+_FOREIGN_WORDS = {
+    "if": "`where(condition, a, b)` chooses between two values",
+    "else": "`where(condition, a, b)` chooses between two values",
+    "for": "there are no loops: an expression means every element at once",
+    "while": "there are no loops: an expression means every element at once",
+    "def": "write `fn name(x) = expression`",
+    "var": "write `let name = expression`",
+    "const": "write `let name = expression`",
+}
+
+_FOREIGN_CHARACTERS = {
+    ";": "a statement ends with its line",
+    "%": "there is no remainder operator",
+    "^": "there is no power operator: write `x * x`",
+    "@": "the matmul is not written: the first parameter is its result",
+    "!": "write `not`",
+    "&": "write `and`",
+    "|": "write `or`",
+    "?": "`where(condition, a, b)` chooses between two values",
+    ".": "a value has no attributes",
+    "'": "there are no strings",
+    '"': "there are no strings",
+    "\u2212": "write `-`",
+    "\u2013": "write `-`",
+    "\u00d7": "write `*`",
+    "\u00b7": "write `*`",
+    "\u00f7": "write `/`",
+    "\u2264": "write `<=`",
+    "\u2265": "write `>=`",
+    "\u2260": "write `!=`",
+    "\u00a0": "this is a no-break space: write a plain one",
+}
+
+_SPELLED = {
+    "NAME": "a name",
+    "NUMBER": "a number",
+    NEWLINE: "the end of the line",
+    END: "the end of the file",
+    "LPAR": "`(`",
+    "RPAR": "`)`",
+    "LSQB": "`[`",
+    "RSQB": "`]`",
+    "LBRACE": "`{`",
+    "RBRACE": "`}`",
+    "EQUAL": "`=`",
+    "_COMMA": "`,`",
+    "_COLON": "`:`",
+    "MINUS": "`-`",
+    "STAR": "`*`",
+    "SLASH": "`/`",
+}
+
+
+def complaint(error: UnexpectedInput, source: Source) -> CodaError:
+    """The error to raise for one of lark's."""
+    if isinstance(error, UnexpectedCharacters):
+        return _bad_character(error, source)
+    assert isinstance(error, UnexpectedToken)
+    situation = _situation(error, source)
+    for applies, build in _RULES:
+        if applies(situation):
+            return build(situation)
+    return _expected(situation)
+
+
+def shorten(text: str, limit: int = 40) -> str:
+    """`text`, its middle left out where it is too long for a message."""
+    return text if len(text) <= limit else f"{text[: limit - 10]}...{text[-7:]}"
+
+
+@attrs.frozen
+class _Situation:
+    """A token where the grammar has no place for it."""
+
+    token: Token
+    accepts: frozenset[str]  # what could have stood here
+    open: tuple[Token, ...]  # tokens of the rules that are not complete, outermost first
+    loc: Loc
+    first_on_line: bool
+
+    @property
+    def text(self) -> str:
+        return shorten(str(self.token))
+
+    @property
+    def after(self) -> str:
+        """The type of the token before, where no rule is complete in between; else ''."""
+        return self.open[-1].type if self.open else ""
+
+
+def _situation(error: UnexpectedToken, source: Source) -> _Situation:
+    stack = error.interactive_parser.parser_state.value_stack
+    token = error.token
+    line, column = (token.line or 1), (token.column or 1)
+    if token.type == END:
+        line, column = _end(source)
+    width = max(1, len(str(token)))
+    return _Situation(
+        token=token,
+        accepts=frozenset(error.accepts or error.expected),
+        open=tuple(part for part in stack if isinstance(part, Token)),
+        loc=Loc(source, line, column, column + (width if token.type not in (END, NEWLINE) else 1)),
+        first_on_line=not source.line(line)[: column - 1].strip(),
+    )
+
+
+def _end(source: Source) -> tuple[int, int]:
+    """Behind the last character that is not blank."""
+    text = source.text.rstrip()
+    return text.count("\n") + 1, len(text) - (text.rfind("\n") + 1) + 1
+
+
+def _bad_character(error: UnexpectedCharacters, source: Source) -> CodaError:
+    character = source.text[error.pos_in_stream]
+    shown = f"`{character}`" if character.isprintable() and not character.isspace() else f"U+{ord(character):04X}"
+    return CodaSyntaxError(
+        f"unexpected character {shown}",
+        Loc(source, error.line, error.column, error.column + 1),
+        hint=_FOREIGN_CHARACTERS.get(character),
+    )
+
+
+def _syntax_error(message: str, hint: str | None = None) -> Callable[[_Situation], CodaError]:
+    """A rule's error with a message in which {token} stands for what came."""
+    return lambda s: CodaSyntaxError(message.format(token=s.text), s.loc, hint=hint)
+
+
+def _expected(s: _Situation) -> CodaError:
+    wanted = _describe(s.accepts)
+    if s.token.type == END:
+        message = f"the file ends where {wanted} is expected"
+    elif s.token.type == NEWLINE:
+        message = f"the line ends where {wanted} is expected"
+    else:
+        message = f"expected {wanted}, got `{s.text}`"
+    return CodaSyntaxError(message, s.loc, notes=_unclosed(s))
+
+
+def _unclosed(s: _Situation) -> tuple[tuple[Loc, str], ...]:
+    """A note for the innermost open bracket, where its not being closed can be the reason."""
+    brackets = [t for t in s.open if t.type in ("LPAR", "LSQB", "LBRACE")]
+    if not brackets or not (s.first_on_line or s.token.type in (END, "RBRACE", "RSQB", "RPAR")):
+        return ()
+    last = brackets[-1]
+    if last.type == "LBRACE" and s.token.type != END:
+        return ()
+    line, column = last.line or 1, last.column or 1
+    return ((Loc(s.loc.source, line, column, column + 1), f"this `{last}` is not closed"),)
+
+
+def _describe(accepts: Collection[str]) -> str:
+    """What could have stood here, in words: `an operator or `)``."""
+    rest = set(accepts)
+    parts: list[str] = []
+    for group, spelled, also in (
+        ({"NAME", "NUMBER", "LPAR"}, "an expression", _OPERAND),
+        (_DEFINITION, "`fn` or `epilogue`", {END}),
+        (_STATEMENT, "a statement", set()),
+        ({"PLUS", "MINUS", "STAR"}, "an operator", OPERATORS | {"LPAR"}),
+    ):
+        if group <= rest:
+            parts.append(spelled)
+            rest -= group | also
+    parts += [_SPELLED.get(name, f"`{name.lower()}`") for name in sorted(rest)]
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} or {parts[-1]}"
+
+
+def _unsupported(s: _Situation) -> CodaError:
+    word = str(s.token)
+    return CodaUnsupportedError(f"`{word}` is not supported yet", s.loc, hint=_FUTURE[word])
+
+
+def _at_statement(s: _Situation) -> bool:
+    return "LET" in s.accepts
+
+
+def _at_definition(s: _Situation) -> bool:
+    return "FN" in s.accepts
+
+
+def _wants_operand(s: _Situation) -> bool:
+    return {"NAME", "NUMBER", "LPAR"} <= s.accepts
+
+
+def _wants_operator(s: _Situation) -> bool:
+    return {"STAR", "SLASH"} <= s.accepts
+
+
+_RULES: tuple[tuple[Callable[[_Situation], bool], Callable[[_Situation], CodaError]], ...] = (
+    (lambda s: str(s.token) in _FUTURE and (_at_statement(s) or _at_definition(s)), _unsupported),
+    (
+        lambda s: str(s.token) in KEYWORDS and "NAME" in s.accepts and not s.first_on_line,
+        _syntax_error("`{token}` is a reserved word, and cannot be a name"),
+    ),
+    (
+        lambda s: s.token.type == "NAME" and str(s.token) in _FOREIGN_WORDS,
+        lambda s: CodaSyntaxError(f"there is no `{s.text}`", s.loc, hint=_FOREIGN_WORDS[str(s.token)]),
+    ),
+    (
+        lambda s: _at_statement(s) and s.token.type == "NAME",
+        _syntax_error("a statement cannot begin with `{token}`", "write `let {0} = ...`, `store {0}: ...` or `reduce`"),
+    ),
+    (
+        lambda s: _at_definition(s) and s.token.type in _STATEMENT,
+        _syntax_error("`{token}` stands inside an epilogue's { }"),
+    ),
+    (
+        lambda s: _wants_operator(s) and s.token.type == "COMPARISON",
+        _syntax_error("comparisons do not chain", "write `a < b and b < c`"),
+    ),
+    (
+        lambda s: _wants_operator(s) and s.token.type == "EQUAL",
+        _syntax_error("`=` is no operator", "`==` compares; arguments are given by position"),
+    ),
+    (
+        lambda s: _wants_operator(s) and s.token.type == "LSQB",
+        _syntax_error("values are not indexed", "`let (even, odd) = split(x)` gives the even and the odd columns"),
+    ),
+    (
+        lambda s: _wants_operator(s) and s.token.type == "NAME" and not s.first_on_line,
+        lambda s: CodaSyntaxError(
+            f"expected {_describe(s.accepts)}, got `{s.text}`",
+            s.loc,
+            hint="a product is written with `*`; each statement has a line of its own",
+        ),
+    ),
+    (lambda s: _wants_operand(s) and s.token.type == "PLUS", _syntax_error("there is no sign `+`", "leave it out")),
+    (
+        lambda s: _wants_operand(s) and s.token.type == "STAR" and s.after == "STAR",
+        _syntax_error("there is no power operator", "write `x * x`"),
+    ),
+    (
+        lambda s: s.token.type == "_COLON" and s.accepts == {"EQUAL"},
+        _syntax_error("a `let` declares no type", "it is that of the value: leave it out"),
+    ),
+    (
+        lambda s: s.token.type == "_COLON" and any(t.type == "FN" for t in s.open),
+        _syntax_error("a parameter of an `fn` declares no type", "an `fn` takes values of any type: leave it out"),
+    ),
+)
