@@ -1,0 +1,24 @@
+"""The PyTorch side: programs as differentiable functions of tensors.
+
+signature   what a call looks like; checks its arguments
+execute     runs one epilogue without gradients: kernel or reference
+opaque      the same as torch operators, for torch.compile and other tracers
+autograd    the derivative of a call
+module      Module and EpilogueFunction, what users hold
+"""
+
+from __future__ import annotations
+
+import os
+
+from codalang.errors import Source
+from codalang.sources import resolve
+from codalang.torch.execute import CodaFallbackWarning
+from codalang.torch.module import EpilogueFunction, Module, module_of
+
+__all__ = ["CodaFallbackWarning", "EpilogueFunction", "Module", "load"]
+
+
+def load(program: str | os.PathLike[str] | Source) -> Module:
+    """The epilogues of a program as functions of tensors.  See `codalang.load`."""
+    return module_of(resolve(program))

@@ -1,0 +1,152 @@
+"""Running an epilogue without gradients: which backend, and what it is given.
+
+| tensors                                                     | backend                                              |
+|-------------------------------------------------------------|------------------------------------------------------|
+| on a Hopper GPU; a and w both bf16 or both f16, the rest    | the kernel (`codalang.lower.run`)                    |
+| bf16, f16 or f32                                            |                                                      |
+| anything else                                               | the reference interpreter, on the tensors' device    |
+
+The reference computes in float64 where any tensor is float64, else in float32, the matmul included, and rounds each
+output to its storage dtype: on bf16 and f16 it imitates the kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from codalang.errors import CodaUnsupportedError
+from codalang.ir import reference
+from codalang.ir.epilogue import Epilogue
+from codalang.torch.signature import Extent, Value
+
+_MATMUL_DTYPES = (torch.bfloat16, torch.float16)
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+# What the reference does by a view.
+_VIEWING = ("even", "odd", "stop_gradient")
+
+
+class CodaFallbackWarning(UserWarning):
+    """A Hopper kernel was possible by dtype and device, but the epilogue is beyond it; the reference runs instead."""
+
+
+@attrs.frozen(eq=False)
+class Job:
+    """One epilogue, how it is hosted, and the extents and dtypes of this call.  Made once, run often.
+
+    Attributes:
+        epilogue: what to run.
+        on_gemm: the first two values are A [M, K] and B [w*N, K], and the accumulator is A @ B.T; otherwise all values
+            are parameters.
+        rows, columns: M and N.
+        compute: what the reference computes in.
+        dtypes: the storage dtype of each output.
+        fresh: for each output whether the reference makes a new tensor for it.
+    """
+
+    epilogue: Epilogue
+    on_gemm: bool
+    rows: Extent
+    columns: Extent
+    compute: torch.dtype
+    dtypes: tuple[torch.dtype, ...]
+    fresh: tuple[bool, ...] = attrs.field(init=False)
+
+    @fresh.default
+    def _fresh(self) -> tuple[bool, ...]:
+        """One that merely views an input, or is another output too, must be copied: a caller may write into it."""
+        nodes, seen, fresh = self.epilogue.nodes, set(), []
+        for output in self.epilogue.outputs:
+            index = output.value
+            while nodes[index].op in _VIEWING:
+                index = nodes[index].args[0]
+            is_matmul = self.on_gemm and nodes[index].attr == self.epilogue.params[0].name
+            is_leaf = nodes[index].op in ("param", "const") and not is_matmul
+            fresh.append(not is_leaf and index not in seen)
+            seen.add(index)
+        return tuple(fresh)
+
+
+def execute(job: Job, values: Sequence[Value]) -> list[Tensor]:
+    """The outputs in order, contiguous and new, on flattened values.  Nothing here is recorded by autograd."""
+    device = _device(values)
+    if not torch.is_autocast_enabled(device.type):
+        return _execute(job, values, device)
+    # What is computed in which dtype is decided above: autocast must not change it underneath.
+    with torch.autocast(device.type, enabled=False):
+        return _execute(job, values, device)
+
+
+def _execute(job: Job, values: Sequence[Value], device: torch.device) -> list[Tensor]:
+    if _takes_kernel(job, values, device):
+        try:
+            return _run_kernel(job, values)
+        except CodaUnsupportedError as error:
+            _say_once(job.epilogue.name, str(error))
+    return _run_reference(job, values, device)
+
+
+def _device(values: Sequence[Value]) -> torch.device:
+    for value in values:
+        if isinstance(value, Tensor):
+            return value.device
+    return torch.device("cpu")
+
+
+@functools.cache
+def _is_hopper(index: int) -> bool:
+    return torch.cuda.get_device_capability(index) == (9, 0)
+
+
+def _takes_kernel(job: Job, values: Sequence[Value], device: torch.device) -> bool:
+    if device.type != "cuda" or not _is_hopper(device.index):
+        return False
+    tensors = [v for v in values if isinstance(v, Tensor)]
+    operands = tensors[:2] if job.on_gemm else []
+    return all(t.dtype in _KERNEL_DTYPES for t in tensors) and all(t.dtype in _MATMUL_DTYPES for t in operands)
+
+
+def _run_kernel(job: Job, values: Sequence[Value]) -> list[Tensor]:
+    from codalang.lower import run  # imports the device compiler
+
+    params = job.epilogue.params
+    dtypes = {o.name: d for o, d in zip(job.epilogue.outputs, job.dtypes, strict=True)}
+    if job.on_gemm:
+        a, b, *rest = values
+        assert isinstance(a, Tensor) and isinstance(b, Tensor)
+        inputs = {p.name: v for p, v in zip(params[1:], rest, strict=True)}
+        outputs = run.gemm(job.epilogue, a, b, inputs, dtypes=dtypes)
+    else:
+        inputs = {p.name: v for p, v in zip(params, values, strict=True)}
+        outputs = run.hosted(job.epilogue, inputs, extents=(job.rows, job.columns), dtypes=dtypes)
+    return [outputs[o.name] for o in job.epilogue.outputs]
+
+
+def _run_reference(job: Job, values: Sequence[Value], device: torch.device) -> list[Tensor]:
+    epilogue, values = job.epilogue, list(values)
+    if job.on_gemm:
+        a, b = values[:2]
+        assert isinstance(a, Tensor) and isinstance(b, Tensor)
+        values[:2] = [a.to(job.compute) @ b.to(job.compute).T]
+    inputs = {p.name: v for p, v in zip(epilogue.params, values, strict=True)}
+    outputs = reference.run(epilogue, inputs, dtype=job.compute, extents=(job.rows, job.columns))
+    return [
+        outputs[output.name].to(device=device, dtype=dtype, copy=not fresh)
+        for output, dtype, fresh in zip(epilogue.outputs, job.dtypes, job.fresh, strict=True)
+    ]
+
+
+_said: set[tuple[str, str]] = set()
+
+
+def _say_once(name: str, reason: str) -> None:
+    if (name, reason) not in _said:
+        _said.add((name, reason))
+        warnings.warn(f"`{name}` runs on the reference, not on a kernel: {reason}", CodaFallbackWarning, stacklevel=2)

@@ -1,0 +1,264 @@
+"""What `load` returns: a module whose attributes are its epilogues as functions of torch tensors.
+
+    m = codalang.load("examples/mlp.coda")
+    y = m.swiglu(a, w)                    # a [..., K], w [N, K]: the epilogue on a @ w.T
+    y = m.swiglu.hosted(acc)              # the epilogue on a plain tensor
+    m.swiglu.source                       # the epilogue as .coda
+    m.swiglu.backward.source              # its derived backward; `m.swiglu.backward` is itself such a function
+
+Parameters come after `a` and `w` (hosted: after the accumulator) in the order of the program, or by keyword.  One
+output is returned as a tensor, several as a named tuple in textual order.  Everything is differentiable, to any order.
+
+Under autocast `a` and `w` are cast to the autocast dtype, as torch.matmul does (float64 is left alone); parameters
+are loaded as they are.  torch.func transforms and forward-mode differentiation are not covered, and say so.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from codalang.autodiff import Derivative, derive
+from codalang.errors import CodaNameError, CodaUnsupportedError, Source
+from codalang.ir import module as ir
+from codalang.ir.epilogue import Epilogue
+from codalang.ir.printer import print_epilogue
+from codalang.torch import opaque
+from codalang.torch.autograd import Operator, Plan, invoke
+from codalang.torch.signature import Binding, Extent, Signature, Value, bind, check, key
+
+# More shapes than this are not remembered at once: a training run with a new sequence length in every step.
+_REMEMBERED_CALLS = 1024
+
+
+class Hosting:
+    """One way to call an epilogue: on a GEMM, or hosted on plain tensors."""
+
+    def __init__(self, epilogue: Epilogue, on_gemm: bool, text: Callable[[], str]) -> None:
+        self.signature = Signature(epilogue, on_gemm)
+        self.operator = Operator(epilogue, on_gemm)
+        self._text = text
+        self._count = len(self.signature.names)
+        self._plans: dict[object, tuple[Binding, Plan]] = {}
+        self._pack = _packer(epilogue)
+
+    def call(
+        self, args: tuple[object, ...], named: Mapping[str, object], extents: tuple[int, int] | None = None
+    ) -> Any:
+        """Bind, check, run, and return one tensor or a named tuple."""
+        values = list(args) if not named and len(args) == self._count else bind(self.signature, args, named)
+        if torch.compiler.is_compiling():
+            return self._pack(self._call_traced(values, extents))
+        return self._pack(self.call_bound(values, extents))
+
+    def call_bound(self, values: list[Any], extents: tuple[Extent, Extent] | None = None) -> Sequence[Tensor]:
+        """The outputs, for values in the order of the signature."""
+        _refuse_transforms(values)
+        if self.signature.on_gemm:
+            _autocast(values)
+        binding, plan = self._plan(values, extents)
+        for slot in binding.moved:
+            values[slot] = values[slot].to(binding.device)
+        for slot in binding.reshaped:
+            values[slot] = values[slot].reshape(binding.flat[slot])
+        outputs = invoke(plan, values)
+        if len(binding.lead) == 1:
+            return outputs
+        declared = self.operator.epilogue.outputs
+        return [
+            value.view(binding.shape(output)) if output.type.kind.has_rows else value
+            for output, value in zip(declared, outputs, strict=True)
+        ]
+
+    def _plan(self, values: list[Any], extents: tuple[Extent, Extent] | None) -> tuple[Binding, Plan]:
+        if opaque.is_traced():  # sizes may be symbols, which are no keys
+            return self._make_plan(values, extents)
+        seen = (key(values), extents)
+        found = self._plans.get(seen)
+        if found is None:
+            if len(self._plans) >= _REMEMBERED_CALLS:
+                self._plans.clear()
+            found = self._plans[seen] = self._make_plan(values, extents)
+        return found
+
+    def _make_plan(self, values: list[Any], extents: tuple[Extent, Extent] | None) -> tuple[Binding, Plan]:
+        binding = check(self.signature, values, extents)
+        plan = Plan(self.operator, binding.rows, binding.columns, binding.compute, binding.default)
+        return binding, plan
+
+    def _call_traced(self, values: list[Any], extents: tuple[int, int] | None) -> Sequence[Tensor]:
+        """What torch.compile records: one call of a composite operator, which is checked when its shapes are known."""
+        like = next((v for v in values if isinstance(v, Tensor) and v.dim() > 0), None)
+        dtype = torch.float64 if like is not None and like.dtype is torch.float64 else torch.float32
+        device = None if like is None else like.device
+        tensors = [v if isinstance(v, Tensor) else torch.full((), v, dtype=dtype, device=device) for v in values]
+        return cast(list[Tensor], torch.ops.codalang.call(self._text(), self.signature.on_gemm, tensors, extents))
+
+
+def _packer(epilogue: Epilogue) -> Callable[[Sequence[Tensor]], Any]:
+    """What the caller gets: the one output, or a named tuple of several."""
+    names = [o.name for o in epilogue.outputs]
+    if len(names) == 1:
+        return lambda outputs: outputs[0]
+    make: Any = collections.namedtuple
+    return cast(Callable[[Sequence[Tensor]], Any], make(epilogue.name, names, rename=True)._make)
+
+
+def _autocast(values: list[Any]) -> None:
+    """Cast `a` and `w` as torch.matmul would."""
+    for slot in (0, 1):
+        value = values[slot]
+        if isinstance(value, Tensor) and torch.is_autocast_enabled(value.device.type):
+            if value.dtype.is_floating_point and value.dtype is not torch.float64:
+                values[slot] = value.to(torch.get_autocast_dtype(value.device.type))
+
+
+def _refuse_transforms(values: Sequence[object]) -> None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise CodaUnsupportedError(
+            "codalang's functions cannot run inside torch.func transforms (vmap, grad, jvp)",
+            hint="use torch.autograd; leading dimensions of `a` are batch dimensions already",
+        )
+    if forward_ad._current_level >= 0 and any(
+        isinstance(v, Tensor) and forward_ad.unpack_dual(v).tangent is not None for v in values
+    ):
+        raise CodaUnsupportedError(
+            "codalang's functions have no forward-mode derivative", hint="use torch.autograd.grad"
+        )
+
+
+class EpilogueFunction:
+    """An epilogue as a function: `f(a, w, *params)` and `f.hosted(acc, *params)`.  See the module's docstring.
+
+    Raises CodaCallError, naming the argument, for a call that does not fit the definition.
+    """
+
+    def __init__(self, epilogue: Epilogue, source: str | None = None) -> None:
+        self.epilogue = epilogue
+        self._source = source
+        self._on_gemm = Hosting(epilogue, True, lambda: self.source) if epilogue.accumulator is not None else None
+        self._hosted = Hosting(epilogue, False, lambda: self.source)
+
+    def __call__(self, *args: Value, **named: Value) -> Any:
+        """Run the epilogue on `a @ w.T`, with `a` [..., K] and `w` [w*N, K]."""
+        if self._on_gemm is None:
+            check(Signature(self.epilogue, True), args)
+            raise AssertionError
+        return self._on_gemm.call(args, named)
+
+    def hosted(self, *args: Value, extents: tuple[int, int] | None = None, **named: Value) -> Any:
+        """Run the epilogue on plain tensors.  `extents`: (M, N), where the arguments lack one of them."""
+        return self._hosted.call(args, named, extents)
+
+    def hosting(self, on_gemm: bool) -> Hosting:
+        """The way it is called on a GEMM, or hosted."""
+        return self._on_gemm if on_gemm and self._on_gemm is not None else self._hosted
+
+    @property
+    def name(self) -> str:
+        """The epilogue's name."""
+        return self.epilogue.name
+
+    @property
+    def source(self) -> str:
+        """The epilogue as .coda text, `fn`s inlined."""
+        if self._source is None:
+            self._source = print_epilogue(self.epilogue)
+        return self._source
+
+    def derivative(self, wrt: Collection[str] | None = None, cotangents: Collection[str] | None = None) -> Derivative:
+        """The derivative for gradients of `wrt` (default: every parameter) from the cotangents of these outputs
+        (default: all).  Raises CodaCallError for names that the epilogue does not have."""
+        return derive(self.epilogue, wrt=wrt, cotangents=cotangents)
+
+    @functools.cached_property
+    def backward(self) -> EpilogueFunction:
+        """The derived backward for all parameters and outputs, as a function of its own."""
+        return EpilogueFunction(self.derivative().backward)
+
+    def __repr__(self) -> str:
+        way = self._on_gemm or self._hosted
+        return f"<codalang {way.signature.show()}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.source,)
+
+    def __deepcopy__(self, memo: object) -> EpilogueFunction:
+        return self
+
+
+def _restored(text: str) -> EpilogueFunction:
+    return EpilogueFunction(opaque.epilogue_of(text), text)
+
+
+@functools.lru_cache(maxsize=1024)
+def _function_of(text: str) -> EpilogueFunction:
+    return _restored(text)
+
+
+def callable_of(text: str, on_gemm: bool) -> Hosting:
+    """How the epilogue of that text is called; for traced calls."""
+    return _function_of(text).hosting(on_gemm)
+
+
+class CodaAttributeError(CodaNameError, AttributeError):
+    """A module has no epilogue of that name."""
+
+
+class Module:
+    """The epilogues of one program, as attributes and as items: `m.swiglu`, `m["swiglu"]`, `list(m)`."""
+
+    def __init__(self, program: ir.Module) -> None:
+        self._program = program
+        self._functions = {name: EpilogueFunction(epilogue) for name, epilogue in program.epilogues.items()}
+
+    def __getattr__(self, name: str) -> EpilogueFunction:
+        try:
+            return cast(EpilogueFunction, self.__dict__["_functions"][name])
+        except KeyError:
+            # Of what is looked up by convention (copy, pickle, inspect), Python's own error is all that is wanted.
+            if name.startswith("_"):
+                raise AttributeError(name) from None
+            have = ", ".join(self._functions) or "none"
+            raise CodaAttributeError(
+                f"{self._program.source.name} defines no epilogue `{name}`; it defines {have}"
+            ) from None
+
+    def __getitem__(self, name: str) -> EpilogueFunction:
+        return self._functions[name] if name in self._functions else self.__getattr__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._functions)
+
+    def __len__(self) -> int:
+        return len(self._functions)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._functions]
+
+    def __repr__(self) -> str:
+        return f"<codalang module {self._program.source.name}: {', '.join(self._functions)}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return module_of, (self._program.source,)
+
+    def __deepcopy__(self, memo: object) -> Module:
+        return self
+
+
+@functools.lru_cache(maxsize=256)
+def _module_of(name: str, text: str) -> Module:
+    from codalang.parser import parse
+
+    return Module(parse(Source(name, text)))
+
+
+def module_of(source: Source) -> Module:
+    """The module of a source.  Loading the same text again gives the same module, with all that it has learned."""
+    return _module_of(source.name, source.text)

@@ -1,0 +1,119 @@
+"""The torch operators that compilers and tracers see in place of our Python.
+
+    codalang::execute   one epilogue on a GEMM or on plain tensors, without gradients; opaque to everybody
+    codalang::call      a whole call: checked, differentiable.  Composite: tracers see through it to `execute`
+
+Both name the epilogue by its .coda text: a traced graph means the same in another process, and may be cached on disk.
+In eager mode neither is used, because dispatching to Python costs more than the call itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from codalang.ir.epilogue import Epilogue
+from codalang.torch import execute as backend
+from codalang.torch.execute import Job
+from codalang.torch.signature import Extent, Value, columns_of
+
+_epilogues: dict[str, Epilogue] = {}
+_texts: dict[int, tuple[Epilogue, str]] = {}
+_jobs: dict[tuple[object, ...], Job] = {}
+
+
+def is_traced() -> bool:
+    """True where some tracer or mode looks on (fake tensors, functionalization, proxies)."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def execute(job: Job, values: Sequence[Value]) -> Sequence[Tensor]:
+    """Run a job: directly, or where a tracer looks on, as one opaque operator."""
+    if not is_traced():
+        return backend.execute(job, values)
+    device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
+    tensors = [v if isinstance(v, Tensor) else torch.full((), v, dtype=job.compute, device=device) for v in values]
+    outputs = torch.ops.codalang.execute(
+        text_of(job.epilogue), job.on_gemm, tensors, job.rows, job.columns, job.compute, list(job.dtypes)
+    )
+    return cast(list[Tensor], outputs)
+
+
+def text_of(epilogue: Epilogue) -> str:
+    """The epilogue as .coda text, printed once."""
+    from codalang.ir.printer import print_epilogue
+
+    key = id(epilogue)
+    if key not in _texts:
+        text = print_epilogue(epilogue)
+        _texts[key] = (epilogue, text)  # holding the epilogue keeps its id from being reused
+        _epilogues.setdefault(text, epilogue)
+    return _texts[key][1]
+
+
+def epilogue_of(text: str) -> Epilogue:
+    """The epilogue that a text defines, parsed once where this process did not print it."""
+    if text not in _epilogues:
+        from codalang.parser import parse
+
+        (_epilogues[text],) = parse(text).epilogues.values()
+    return _epilogues[text]
+
+
+def _execute(
+    text: str,
+    on_gemm: bool,
+    values: Sequence[Tensor],
+    rows: int,
+    columns: int,
+    compute: torch.dtype,
+    dtypes: Sequence[torch.dtype],
+) -> list[Tensor]:
+    key = (text, on_gemm, rows, columns, compute, *dtypes)
+    job = _jobs.get(key)
+    if job is None:
+        if len(_jobs) > 4096:
+            _jobs.clear()
+        job = _jobs[key] = Job(epilogue_of(text), on_gemm, rows, columns, compute, tuple(dtypes))
+    return backend.execute(job, values)
+
+
+def _execute_fake(
+    text: str,
+    on_gemm: bool,
+    values: Sequence[Tensor],
+    rows: Extent,
+    columns: Extent,
+    compute: torch.dtype,
+    dtypes: Sequence[torch.dtype],
+) -> list[Tensor]:
+    results = []
+    for output, dtype in zip(epilogue_of(text).outputs, dtypes, strict=True):
+        lead = (rows,) if output.type.kind.has_rows else ()
+        results.append(values[0].new_empty(lead + columns_of(output.type.width, columns), dtype=dtype))
+    return results
+
+
+_library: Any = torch.library.Library("codalang", "DEF")
+_library.define(
+    "execute(str text, bool on_gemm, Tensor[] values, SymInt rows, SymInt columns, ScalarType compute, "
+    "ScalarType[] dtypes) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+for _key in ("CPU", "CUDA"):
+    _library.impl("execute", _execute, _key)
+torch.library.register_fake("codalang::execute", _execute_fake, lib=_library)
+_library.define("call(str text, bool on_gemm, Tensor[] values, SymInt[]? extents) -> Tensor[]")
+
+
+def _call(text: str, on_gemm: bool, values: Sequence[Tensor], extents: Sequence[Extent] | None) -> list[Tensor]:
+    from codalang.torch.module import callable_of
+
+    found = callable_of(text, on_gemm)
+    return list(found.call_bound(list(values), None if extents is None else (extents[0], extents[1])))
+
+
+_library.impl("call", _call, "CompositeImplicitAutograd")

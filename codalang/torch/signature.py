@@ -1,0 +1,398 @@
+"""From a call's arguments to what will be run: everything that can be wrong with a call is found here, up front.
+
+A call is bound in two steps.  `bind` puts positional and keyword arguments into the order of the signature.  `check`
+compares shapes, dtypes and devices with the definition and returns a `Binding`: the extents, how to flatten leading
+batch dimensions, and what each output will be.  A binding depends only on what `key` sees of the arguments, so it is
+made once per combination and then looked up.
+
+| argument                   | shape            | M, N and K                                             |
+|----------------------------|------------------|--------------------------------------------------------|
+| `a` (hosted: none)         | [..., K]         | `...` are the leading dimensions, M their product      |
+| `w` (hosted: none)         | [w*N, K]         | w is the accumulator's width                           |
+| a tile                     | [..., w*N]       |                                                        |
+| a col                      | [...] or [M]     |                                                        |
+| a row                      | [w*N]            |                                                        |
+| a scalar                   | [] or a number   |                                                        |
+
+Hosted calls take the accumulator itself as their first tile; `...` and N are then whatever the first arguments that
+have them say, or the `extents` that the caller gives.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+import attrs
+import torch
+from torch import Tensor
+
+from codalang.errors import CodaCallError
+from codalang.ir.epilogue import Epilogue, Output, Param, Store
+from codalang.ir.reference import TORCH_DTYPES
+from codalang.ir.types import Kind, show_extent
+
+FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+Value = Tensor | float
+Extent = int  # or a SymInt while a compiler traces
+
+_MISSING = object()
+_OPERAND_SHAPES = {"a": "[..., K]", "w": "[N, K]"}
+
+
+@attrs.frozen(eq=False)
+class Signature:
+    """What a call of an epilogue looks like.  `on_gemm`: it takes `a` and `w` in place of the accumulator."""
+
+    epilogue: Epilogue
+    on_gemm: bool
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        """The parameters that are passed as such."""
+        return self.epilogue.params[1:] if self.on_gemm else self.epilogue.params
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arguments' names in order.  Where a parameter is called `a` or `w` too, that keyword is the parameter."""
+        return (("a", "w") if self.on_gemm else ()) + tuple(p.name for p in self.params)
+
+    def show(self) -> str:
+        """The call as it is written."""
+        return f"{self.epilogue.name}{'' if self.on_gemm else '.hosted'}({', '.join(self.names)})"
+
+    @property
+    def needs_even_columns(self) -> bool:
+        """True where some value has N/2 columns."""
+        items = (*self.epilogue.nodes, *self.epilogue.params, *self.epilogue.outputs)
+        return any(item.type.width == Fraction(1, 2) for item in items)
+
+
+@attrs.frozen(eq=False)
+class Binding:
+    """A call that was checked.
+
+    Attributes:
+        lead: the leading dimensions, whose product is `rows`.
+        rows, columns: M and N.
+        compute: float64 where any argument is, else float32.
+        device: where it runs.
+        flat: for each argument the shape to bring it to, None where it has it.
+        reshaped: the arguments of which `flat` is not None.
+        moved: arguments that are 0-d tensors on the CPU and must be brought to the device.
+        default: the storage dtype of a tile that has no annotation.
+    """
+
+    lead: tuple[Extent, ...]
+    rows: Extent
+    columns: Extent
+    compute: torch.dtype
+    device: torch.device
+    flat: tuple[tuple[Extent, ...] | None, ...]
+    reshaped: tuple[int, ...]
+    moved: tuple[int, ...]
+    default: torch.dtype
+
+    def shape(self, output: Output) -> tuple[Extent, ...]:
+        """The shape the caller gets for an output."""
+        lead = self.lead if output.type.kind.has_rows else ()
+        return lead + columns_of(output.type.width, self.columns)
+
+
+def columns_of(width: Fraction | None, columns: Extent) -> tuple[Extent, ...]:
+    """`(width * columns,)`, or () where there is no width."""
+    return () if width is None else (columns * width.numerator // width.denominator,)
+
+
+def bind(signature: Signature, args: Sequence[object], named: Mapping[str, object]) -> list[object]:
+    """The arguments in the order of the signature.
+
+    Raises CodaCallError, naming the argument, where one is missing, given twice, unknown, or there are too many.
+    """
+    names = signature.names
+    if not named and len(args) == len(names):
+        return list(args)
+    if len(args) > len(names):
+        raise CodaCallError(
+            f"`{signature.show()}` takes {len(names)} arguments, got {len(args)}", argument=f"argument {len(names) + 1}"
+        )
+    positions = {name: position for position, name in enumerate(names)}
+    slots = list(args) + [_MISSING] * (len(names) - len(args))
+    for name, value in named.items():
+        if name not in positions:
+            near = difflib.get_close_matches(name, names, n=1)
+            raise CodaCallError(
+                f"`{signature.show()}` has no parameter `{name}`",
+                argument=name,
+                hint=f"did you mean `{near[0]}`?" if near else None,
+            )
+        if slots[positions[name]] is not _MISSING:
+            raise CodaCallError(f"`{signature.show()}` got `{name}` twice", argument=name)
+        slots[positions[name]] = value
+    for name, value, param in zip(names, slots, _params_or_operands(signature), strict=True):
+        if value is _MISSING:
+            wanted = f": {param.type.show(signature.epilogue.dims)}" if param else ""
+            raise CodaCallError(
+                f"`{signature.show()}` is missing `{name}`{wanted}", param.loc if param else None, argument=name
+            )
+    return slots
+
+
+def key(values: Sequence[object]) -> tuple[object, ...]:
+    """All that `check` looks at.  Numbers differ only in that they are numbers."""
+    return tuple([(v.shape, v.dtype, v.device, v.layout) if isinstance(v, Tensor) else _number_key(v) for v in values])
+
+
+def _number_key(value: object) -> object:
+    return float if isinstance(value, numbers.Real) and not isinstance(value, bool) else (type(value), id(value))
+
+
+def check(signature: Signature, values: Sequence[object], extents: tuple[Extent, Extent] | None = None) -> Binding:
+    """Compare the arguments with the definition.  `extents`: (M, N), for hosted calls whose inputs lack one.
+
+    Raises CodaCallError that names the argument, what was expected, and the tensor that decided it.
+    """
+    epilogue = signature.epilogue
+    if signature.on_gemm and epilogue.accumulator is None:
+        raise CodaCallError(
+            f"`{epilogue.name}` has no accumulator (its first parameter is not a tile), so no matmul can host it",
+            epilogue.loc,
+            hint=f"call {epilogue.name}.hosted(...)",
+        )
+    for name, value, param in zip(signature.names, values, _params_or_operands(signature), strict=True):
+        _check_kind_of_value(signature, name, value, param)
+    device = _common_device(signature, values)
+    shapes = _Shapes(signature, values, extents)
+    flat = shapes.check_params()
+    tensors = [v for v in values if isinstance(v, Tensor)]
+    compute = torch.float64 if any(t.dtype is torch.float64 for t in tensors) else torch.float32
+    moved = tuple(i for i, v in enumerate(values) if isinstance(v, Tensor) and v.device != device)
+    return Binding(
+        lead=shapes.lead,
+        rows=shapes.rows,
+        columns=shapes.columns,
+        compute=compute,
+        device=device,
+        flat=flat,
+        reshaped=tuple(i for i, shape in enumerate(flat) if shape is not None),
+        moved=moved,
+        default=_default_dtype(signature, values, compute),
+    )
+
+
+def output_dtype(output: Output, default: torch.dtype, compute: torch.dtype) -> torch.dtype:
+    """An annotation wins; else a tile has `default` and a reduction the dtype that is computed in."""
+    if output.dtype is not None:
+        return TORCH_DTYPES[output.dtype]
+    return default if isinstance(output, Store) else compute
+
+
+def _default_dtype(signature: Signature, values: Sequence[object], compute: torch.dtype) -> torch.dtype:
+    """A's dtype; hosted, that of the first tile."""
+    for value, param in zip(values, _params_or_operands(signature), strict=True):
+        if isinstance(value, Tensor) and (param is None or param.type.kind is Kind.TILE):
+            return value.dtype
+    return compute
+
+
+def _params_or_operands(signature: Signature) -> list[Param | None]:
+    """Each argument's parameter; None for `a` and `w`."""
+    return ([None, None] if signature.on_gemm else []) + list(signature.params)
+
+
+def _check_kind_of_value(signature: Signature, name: str, value: object, param: Param | None) -> None:
+    """A strided floating tensor of the annotated dtype, or a number for a scalar."""
+    where = f"`{name}` of `{signature.epilogue.name}`"
+    loc = param.loc if param else None
+    wanted = (
+        param.type.show(signature.epilogue.dims) if param else {"a": "a tensor [..., K]", "w": "a tensor [N, K]"}[name]
+    )
+    is_scalar = param is not None and param.type.kind is Kind.SCALAR
+    if not isinstance(value, Tensor):
+        if is_scalar and isinstance(value, numbers.Real) and not isinstance(value, bool):
+            return
+        raise CodaCallError(
+            f"{where} must be {wanted}{' or a number' if is_scalar else ''}, got {_describe(value)}", loc, argument=name
+        )
+    if value.layout is not torch.strided:
+        raise CodaCallError(
+            f"{where} must be a strided tensor, got layout {value.layout}", loc, argument=name, hint="call .to_dense()"
+        )
+    if value.dtype not in FLOATING:
+        raise CodaCallError(
+            f"{where} must have one of the dtypes bfloat16, float16, float32, float64, got {value.dtype}",
+            loc,
+            argument=name,
+        )
+    if param is not None and param.dtype is not None and value.dtype is not TORCH_DTYPES[param.dtype]:
+        raise CodaCallError(
+            f"{where} is declared {param.dtype} ({TORCH_DTYPES[param.dtype]}), got {value.dtype}",
+            loc,
+            argument=name,
+            hint=f"call .to({TORCH_DTYPES[param.dtype]}), or drop the annotation to take any dtype",
+        )
+
+
+def _describe(value: object) -> str:
+    return type(value).__name__ if not isinstance(value, bool | int | float) else f"the {type(value).__name__} {value}"
+
+
+def _common_device(signature: Signature, values: Sequence[object]) -> torch.device:
+    """The one device of all tensors.  A 0-d tensor on the CPU may go with any, as in torch."""
+    decided: tuple[str, torch.device] | None = None
+    for name, value in zip(signature.names, values, strict=True):
+        if not isinstance(value, Tensor) or (value.dim() == 0 and value.device.type == "cpu"):
+            continue
+        if decided is None:
+            decided = (name, value.device)
+        elif value.device != decided[1]:
+            raise CodaCallError(
+                f"`{name}` of `{signature.epilogue.name}` is on {value.device}, but `{decided[0]}` is on {decided[1]}",
+                argument=name,
+            )
+    return decided[1] if decided else torch.device("cpu")
+
+
+class _Shapes:
+    """Binds the leading dimensions and N while it walks over the arguments, and checks each against them."""
+
+    def __init__(self, signature: Signature, values: Sequence[object], extents: tuple[Extent, Extent] | None) -> None:
+        self.signature = signature
+        self.epilogue = signature.epilogue
+        self.m, self.n = self.epilogue.dims
+        self.values = values
+        self.lead: tuple[Extent, ...]
+        self.columns: Extent
+        self.rows_by, self.columns_by = "extents", "extents"
+        if signature.on_gemm:
+            self._from_operands()
+        else:
+            self._from_params(extents)
+        self.rows: Extent = math.prod(self.lead)
+        if signature.needs_even_columns and self.columns % 2:
+            raise CodaCallError(
+                f"`{self.epilogue.name}` splits {self.n} columns in pairs, but `{self.columns_by}` makes "
+                f"{self.n} = {self.columns}",
+                self.epilogue.loc,
+                argument=self.columns_by,
+            )
+
+    def _from_operands(self) -> None:
+        a, w = self.values[0], self.values[1]
+        assert isinstance(a, Tensor) and isinstance(w, Tensor)
+        if a.dim() < 1:
+            raise CodaCallError(f"`a` must be [..., K], got shape {_show(a.shape)}", argument="a")
+        if w.dim() != 2:
+            rows = show_extent(self.epilogue.params[0].type.width or Fraction(1), self.n)
+            raise CodaCallError(f"`w` must be [{rows}, K], got shape {_show(w.shape)}", argument="w")
+        if a.shape[-1] != w.shape[-1]:
+            transposed = a.shape[-1] == w.shape[0]
+            raise CodaCallError(
+                f"`a` is {_show(a.shape)}, so K = {a.shape[-1]}, but `w` is {_show(w.shape)}, so K = {w.shape[-1]}",
+                argument="w",
+                hint="`w` is [N, K] as torch.nn.Linear keeps it: pass w.T" if transposed else None,
+            )
+        if a.dtype is not w.dtype:
+            raise CodaCallError(f"`a` is {a.dtype}, but `w` is {w.dtype}; a matmul takes one dtype", argument="w")
+        self.lead, self.rows_by = tuple(a.shape[:-1]), "a"
+        self.columns = self._columns("w", self.epilogue.params[0], w.shape[0])
+        self.columns_by = "w"
+
+    def _columns(self, name: str, param: Param, size: Extent) -> Extent:
+        """N, from an argument that has `width * N` columns."""
+        width = param.type.width or Fraction(1)
+        if size % width.numerator:
+            raise CodaCallError(
+                f"`{name}` has {size} {'rows' if name == 'w' else 'columns'}, which are {show_extent(width, self.n)}: "
+                f"not a multiple of {width.numerator}",
+                param.loc,
+                argument=name,
+            )
+        return size * width.denominator // width.numerator
+
+    def _from_params(self, extents: tuple[Extent, Extent] | None) -> None:
+        """A tile's leading dimensions are the call's; a col may be flat, so it decides only where there is no tile."""
+        given = [(p, v) for p, v in zip(self.signature.params, self.values, strict=True) if isinstance(v, Tensor)]
+        for param, value in given:
+            if param.type.width is not None and value.dim() == 0:
+                raise CodaCallError(self._mismatch(param, value), param.loc, argument=param.name)
+        lead: tuple[Extent, ...] | None = None
+        columns: Extent | None = None
+        for kind in (Kind.TILE, Kind.COL):
+            for param, value in given:
+                if lead is None and param.type.kind is kind:
+                    lead, self.rows_by = tuple(value.shape[: value.dim() - (kind is Kind.TILE)]), param.name
+        for param, value in given:
+            if columns is None and param.type.width is not None:
+                columns, self.columns_by = self._columns(param.name, param, value.shape[-1]), param.name
+        if extents is not None:
+            lead = (extents[0],) if lead is None else lead
+            columns = extents[1] if columns is None else columns
+            if (math.prod(lead), columns) != tuple(extents):
+                raise CodaCallError(
+                    f"extents = {_show(extents)}, but `{self.rows_by}` makes {self.m} = {math.prod(lead)} and "
+                    f"`{self.columns_by}` makes {self.n} = {columns}",
+                    argument="extents",
+                )
+        for symbol, bound in ((self.m, lead), (self.n, columns)):
+            if bound is None and self.epilogue.outputs:
+                raise CodaCallError(
+                    f"no argument of `{self.signature.show()}` determines {symbol}",
+                    self.epilogue.loc,
+                    argument="extents",
+                    hint=f"pass extents=({self.m}, {self.n})",
+                )
+        self.lead = (0,) if lead is None else lead
+        self.columns = 0 if columns is None else columns
+
+    def check_params(self) -> tuple[tuple[Extent, ...] | None, ...]:
+        """Each argument's flattened shape, None where it has it already."""
+        flat: list[tuple[Extent, ...] | None] = []
+        if self.signature.on_gemm:
+            a = self.values[0]
+            assert isinstance(a, Tensor)
+            flat += [None if a.dim() == 2 else (self.rows, a.shape[-1]), None]
+        for param, value in zip(self.signature.params, self.values[len(flat) :], strict=True):
+            if not isinstance(value, Tensor):
+                flat.append(None)
+                continue
+            shape, tail = tuple(value.shape), columns_of(param.type.width, self.columns)
+            lead: tuple[Extent, ...] = self.lead if param.type.kind.has_rows else ()
+            rows: tuple[Extent, ...] = (self.rows,) if param.type.kind.has_rows else ()
+            if shape != lead + tail and not (param.type.kind is Kind.COL and shape == rows):
+                raise CodaCallError(
+                    self._mismatch(param, value), param.loc, argument=param.name, hint=self._shape_hint(param, shape)
+                )
+            flat.append(None if shape == rows + tail else rows + tail)
+        return tuple(flat)
+
+    def _mismatch(self, param: Param, value: Tensor) -> str:
+        text = f"`{param.name}` of `{self.epilogue.name}` is {param.type.show(self.epilogue.dims)}"
+        if not hasattr(self, "columns"):
+            return f"{text}, got shape {_show(value.shape)}"
+        lead = self.lead if param.type.kind.has_rows else ()
+        expected = lead + columns_of(param.type.width, self.columns)
+        bound = []
+        if param.type.kind.has_rows:
+            bound.append(f"{self.m} = {math.prod(self.lead)} from `{self.rows_by}`")
+        if param.type.width is not None:
+            bound.append(f"{self.n} = {self.columns} from `{self.columns_by}`")
+        because = f" ({', '.join(bound)})" if bound else ""
+        return f"{text}, here {_show(expected)}{because}, got shape {_show(value.shape)}"
+
+    def _shape_hint(self, param: Param, shape: tuple[Extent, ...]) -> str | None:
+        if param.type.kind is Kind.SCALAR and math.prod(shape) == 1:
+            return "a scalar is a number or a tensor without dimensions: call .reshape(())"
+        if param.type.kind is Kind.COL and shape and shape[-1] == 1:
+            return "a col has no trailing dimension of 1: call .squeeze(-1)"
+        if param.type.kind is Kind.ROW and len(shape) > 1 and math.prod(shape[:-1]) == 1:
+            return "a row has one dimension: call .reshape(-1)"
+        return None
+
+
+def _show(shape: Sequence[Extent]) -> str:
+    return f"[{', '.join(str(s) for s in shape)}]"
