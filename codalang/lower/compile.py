@@ -30,7 +30,6 @@ from codalang.lower.spec import KernelSpec
 
 ARCH = "sm_90a"
 ENTRY = "codalang_kernel"
-SMEM_CAPACITY = 232_448  # bytes of shared memory that one CTA of SM90 can have
 
 
 @attrs.frozen
@@ -38,11 +37,13 @@ class Report:
     """What the device compiler said of a kernel.
 
     Attributes:
+        registers: registers per thread at launch (setmaxnreg moves them between roles later).
         spill_bytes: bytes of registers spilled per thread, stores plus loads.
         serialized: the compiler's words where it serialized wgmmas, else None.
         ptx: the kernel's PTX, where it was asked for.
     """
 
+    registers: int
     spill_bytes: int
     serialized: str | None
     ptx: str | None = None
@@ -57,7 +58,7 @@ def compile_object(spec: KernelSpec, path: Path, *, keep_ptx: bool = False) -> R
     from cutlass import cute
 
     kernel, arguments = _kernel_and_arguments(spec)
-    options = "--enable-tvm-ffi --ptxas-options '-v'" + (" --keep-ptx" if keep_ptx else "")
+    options = "--enable-tvm-ffi remarks{ptx}" + (" --keep-ptx" if keep_ptx else "")
     try:
         with _captured_output() as log:
             compiled = cute.compile(kernel, *arguments, options=options)
@@ -72,9 +73,15 @@ def compile_object(spec: KernelSpec, path: Path, *, keep_ptx: bool = False) -> R
 
 
 def _report(log: str, ptx: str | None) -> Report:
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
+    if not registers or not spills:
+        raise CodaCompileError(
+            "the device compiler printed no report of registers and spills",
+            hint="this version of nvidia-cutlass-dsl is not the tested one; see constraints.txt",
+        )
     serialized = [line for line in log.splitlines() if "C7515" in line or "C7517" in line or "serialized" in line]
-    return Report(sum(spills), serialized[0] if serialized else None, ptx)
+    return Report(max(registers), sum(spills), serialized[0] if serialized else None, ptx)
 
 
 def load_body(spec: KernelSpec) -> Any:

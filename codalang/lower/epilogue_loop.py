@@ -17,7 +17,6 @@ from typing import Any
 import attrs
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cutlass_dsl import select_
 
 from codalang.lower.body import Partial
 from codalang.lower.device import Registers
@@ -26,6 +25,7 @@ from codalang.lower.registers import (
     fold_lanes,
     load_shared,
     masked,
+    minimum,
     store_if,
     store_shared,
 )
@@ -352,8 +352,3 @@ def epilogue_of(*arguments: Any) -> tuple[Callable[..., Staged], Callable[..., N
     """The two halves of an EpilogueLoop, `begin` and `finish`, as functions."""
     loop = EpilogueLoop(*arguments)
     return loop.begin, loop.finish
-
-
-def minimum(a: Any, b: Any) -> Int32:
-    """min of two integers, at least one of them dynamic."""
-    return select_(a < b, Int32(a), Int32(b))

@@ -15,20 +15,26 @@ from codalang.lower.device import Registers
 CUTE_DTYPES = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16, "f32": cutlass.Float32}
 
 
+WIDEST_ACCESS = 16  # bytes
+
+
 def _vector(dtype: Any, address: Any, count: int, space: cute.AddressSpace) -> cute.Tensor:
-    pointer = cute.make_ptr(dtype, address, space, assumed_align=count * dtype.width // 8)
+    pointer = cute.make_ptr(dtype, address, space, assumed_align=min(WIDEST_ACCESS, count * dtype.width // 8))
     return cute.make_tensor(pointer, cute.make_layout(count))
 
 
 def load(dtype: Any, address: Any, count: int, space: cute.AddressSpace) -> Registers:
-    """`count` adjacent elements, widened to f32, by one access of their whole size (which the address is aligned to)."""
+    """`count` adjacent elements, widened to f32, by the widest accesses.
+
+    The address must be a multiple of the whole size, or of 16 bytes where that is more.
+    """
     fragment = cute.make_rmem_tensor((count,), dtype)
     cute.autovec_copy(_vector(dtype, address, count, space), fragment)
     return tuple(fragment[i].to(Float32) for i in range(count))
 
 
 def store(dtype: Any, address: Any, values: Registers, space: cute.AddressSpace) -> None:
-    """Round `values` to the storage dtype and write them by one access."""
+    """Round `values` to the storage dtype and write them; the address as in `load`."""
     fragment = cute.make_rmem_tensor((len(values),), dtype)
     for i, value in enumerate(values):
         fragment[i] = Float32(value).to(dtype)
@@ -62,8 +68,13 @@ def fold_lanes(value: Float32, offsets: tuple[int, ...]) -> Float32:
     return value
 
 
+def minimum(a: Any, b: Any) -> Int32:
+    """min of two integers, at least one of them dynamic."""
+    return select_(a < b, Int32(a), Int32(b))
+
+
 @cute.jit
-def store_if(valid: Boolean, tensor: cute.Tensor, row: Int32, column: Int32, value: Float32) -> None:
+def store_if(valid: Boolean, tensor: cute.Tensor, row: Int32, column: Int32, value: Any) -> None:
     """tensor[row, column] = value where valid."""
     if valid:
         tensor[row, column] = value

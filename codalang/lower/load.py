@@ -1,0 +1,93 @@
+"""From a kernel spec to a function that launches it: through the caches of this process and of the disk.
+
+A cached kernel is a shared library with a TVM FFI entry; loading it needs neither the DSL nor a compiler.  Where no C
+compiler can link one, the object file is loaded through the DSL's own loader instead, which costs its import.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from codalang.errors import CodaCompileError
+from codalang.lower import cache
+from codalang.lower.codegen import generate
+from codalang.lower.compile import ARCH, ENTRY, compile_object
+from codalang.lower.spec import KernelSpec
+
+
+@functools.cache
+def disk_cache() -> cache.Cache:
+    """The cache of this process."""
+    return cache.Cache()
+
+
+@functools.cache
+def function(spec: KernelSpec) -> Callable[..., None]:
+    """The launcher of a kernel, compiled at need.  Its arguments are those of the kernel class's `__call__`."""
+    path = library(spec)
+    if path.suffix == ".so":
+        return getattr(_load_shared(path), ENTRY)
+    from cutlass import cute
+
+    return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), ENTRY)
+
+
+def library(spec: KernelSpec) -> Path:
+    """The compiled kernel on disk: a shared library, or an object file where nothing can link.
+
+    Raises CodaCompileError where the device compiler fails.
+    """
+    compiler = _linker()
+    suffix = ".so" if compiler else ".o"
+    key = cache.key(source=generate(spec), spec=repr((spec.operand, spec.config, spec.aligned)), arch=ARCH)
+    return disk_cache().load_or_build(key, suffix, lambda path: _build(spec, path, compiler))
+
+
+def _build(spec: KernelSpec, path: Path, compiler: str | None) -> None:
+    if compiler is None:
+        compile_object(spec, path)
+        return
+    with tempfile.TemporaryDirectory(prefix="codalang-") as folder:
+        object_file = Path(folder) / "kernel.o"
+        compile_object(spec, object_file)
+        command = [compiler, "-shared", "-o", str(path), str(object_file)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise CodaCompileError(
+                f"`{' '.join(command)}` failed: {result.stderr.strip()[-500:]}",
+                hint="linking needs a working C compiler; without one in PATH, objects are loaded unlinked",
+            )
+
+
+@functools.cache
+def _linker() -> str | None:
+    return shutil.which("cc") or shutil.which("gcc")
+
+
+def _load_shared(path: Path) -> Any:
+    _load_runtime()
+    import tvm_ffi
+
+    return tvm_ffi.load_module(str(path))
+
+
+@functools.cache
+def _load_runtime() -> ctypes.CDLL:
+    """The DSL's small runtime library, which kernels call to launch; found without importing the DSL."""
+    package = importlib.util.find_spec("cutlass")
+    if package is not None:
+        for location in package.submodule_search_locations or ():
+            for candidate in sorted(Path(location).parents[1].glob("cu*/lib/libcute_dsl_runtime.so"), reverse=True):
+                return ctypes.CDLL(str(candidate), mode=ctypes.RTLD_GLOBAL)
+    raise CodaCompileError(
+        "the runtime library of nvidia-cutlass-dsl is not installed",
+        hint="pip install 'nvidia-cutlass-dsl>=4.8.1,<4.9'",
+    )
