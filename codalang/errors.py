@@ -17,6 +17,8 @@ raised to users on purpose; a traceback from inside a library is a bug.
 
 from __future__ import annotations
 
+import unicodedata
+
 import attrs
 
 
@@ -46,13 +48,30 @@ class Loc:
         return f"{self.source.name}:{self.line}:{self.column}"
 
 
+# An excerpt shows at most this much of a line, and this much of it before the fault.
+_EXCERPT_WIDTH = 160
+_EXCERPT_LEAD = 60
+
+
 def _excerpt(loc: Loc) -> list[str]:
+    """The source line, or the part around the location of a long one, and carets under the stretch that is meant."""
     text = loc.source.line(loc.line)
+    start = max(0, loc.column - 1 - _EXCERPT_LEAD) if len(text) > _EXCERPT_WIDTH else 0
+    before, after = "..." * (start > 0), "..." * (len(text) > start + _EXCERPT_WIDTH)
+    shown = text[start : start + _EXCERPT_WIDTH]
     gutter = f"{loc.line:>5} | "
-    # A tab stays a tab in the caret line, so that the caret stands under the character it means.
-    pad = "".join("\t" if c == "\t" else " " for c in text[: loc.column - 1])
-    width = max(1, min(loc.end_column, len(text) + 1) - loc.column)
-    return [gutter + text, " " * (len(gutter) - 2) + "| " + pad + "^" * width]
+    pad = "".join(_blank(c) for c in before + shown[: loc.column - 1 - start])
+    meant = shown[loc.column - 1 - start : loc.end_column - 1 - start]
+    carets = "^" * max(1, sum(len(_blank(c)) for c in meant))
+    line = before + "".join(c if c.isprintable() or c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in shown) + after
+    return [gutter + line, " " * (len(gutter) - 2) + "| " + pad + carets]
+
+
+def _blank(character: str) -> str:
+    """White space as wide as a character.  A tab stays a tab, so that the caret stands under what it means."""
+    if character == "\t":
+        return "\t"
+    return " " * (0 if unicodedata.combining(character) else 1 + (unicodedata.east_asian_width(character) in "WF"))
 
 
 class CodaError(Exception):

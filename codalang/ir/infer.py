@@ -27,26 +27,27 @@ def infer(op: str, operands: Sequence[ValueType], dims: tuple[str, str], loc: Lo
                 hint="compare first: `x != 0` makes a mask of a number, `where(mask, 1, 0)` a number of a mask",
             )
     widths = [t.width for t in operands if t.width is not None]
-    for width in widths[1:]:
-        if width != widths[0]:
+    for other in widths[1:]:
+        if other != widths[0]:
             raise CodaTypeError(
-                f"`{spelled}` combines {show_extent(widths[0], dims[1])} columns with {show_extent(width, dims[1])}",
+                f"`{spelled}` combines {show_extent(widths[0], dims[1])} columns with {show_extent(other, dims[1])}",
                 loc,
                 hint="split the wider value, or join two of the narrower ones",
             )
     kind = Kind.of(any(t.kind.has_rows for t in operands), any(t.kind.has_columns for t in operands))
     width = widths[0] if widths else None
     if info.resize:
+        spelled = "split" if info.resize == "halve" else "join"
         if width is None:
             raise CodaTypeError(
-                f"`{'split' if info.resize == 'halve' else 'join'}` needs a value with columns (row or tile), "
+                f"`{spelled}` needs a value with columns (row or tile), "
                 f"got {operands[0].show(dims)}",
                 loc,
             )
         resized = width / 2 if info.resize == "halve" else width * 2
         if resized not in WIDTHS:
             raise CodaTypeError(
-                f"`{'split' if info.resize == 'halve' else 'join'}` of {show_extent(width, dims[1])} columns would make "
+                f"`{spelled}` of {show_extent(width, dims[1])} columns would make "
                 f"a value of {resized} * {dims[1]} columns; widths are {dims[1]}/2, {dims[1]} and 2*{dims[1]}",
                 loc,
             )

@@ -76,10 +76,9 @@ def _check_declared(thing: Param | Output, what: str, dims: tuple[str, str]) -> 
     if thing.type.width is not None and thing.type.width not in WIDTHS:
         raise CodaTypeError(f"{what} `{thing.name}` has no width that there is: {thing.type.show(dims)}", thing.loc)
     if thing.dtype is not None and thing.dtype not in STORAGE_DTYPES:
+        known = ", ".join(STORAGE_DTYPES)
         raise CodaTypeError(
-            f"{what} `{thing.name}` has unknown dtype {thing.dtype!r}",
-            thing.loc,
-            hint=f"there are {', '.join(STORAGE_DTYPES)}",
+            f"{what} `{thing.name}` has unknown dtype {thing.dtype!r}", thing.loc, hint=f"there are {known}"
         )
 
 
@@ -108,10 +107,9 @@ def _check_param_node(epilogue: Epilogue, index: int, node: Node, params: dict[s
 
 
 def _check_const_node(index: int, node: Node) -> None:
-    wanted = {float: SCALAR, bool: _BOOL}.get(type(node.attr))
-    if node.args or wanted is None:
+    if node.args or not isinstance(node.attr, float | bool):
         raise _node_error(index, node, f"must hold a float or a bool, got {node.attr!r}")
-    if node.type != wanted:
+    if node.type != (_BOOL if isinstance(node.attr, bool) else SCALAR):
         raise _node_error(index, node, f"has a wrong type for {node.attr!r}")
 
 

@@ -16,11 +16,12 @@ from codalang.errors import Source
 from codalang.ir.module import Module
 from codalang.parser import syntax
 from codalang.parser.elaborate import elaborate
+from codalang.parser.format import format_source
 from codalang.parser.names import check_names
 from codalang.parser.reader import read
 from codalang.parser.source import decode, normalize, read_source
 
-__all__ = ["decode", "parse", "read_source"]
+__all__ = ["decode", "format_source", "parse", "read_source"]
 
 
 def parse(source: Source | str) -> Module:

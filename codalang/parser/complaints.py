@@ -122,18 +122,25 @@ class _Situation:
 
 def _situation(error: UnexpectedToken, source: Source) -> _Situation:
     stack = error.interactive_parser.parser_state.value_stack
-    token = error.token
-    line, column = (token.line or 1), (token.column or 1)
-    if token.type == END:
-        line, column = _end(source)
-    width = max(1, len(str(token)))
+    token = _met(error.token, source)
+    line, column = token.line or 1, token.column or 1
     return _Situation(
         token=token,
         accepts=frozenset(error.accepts or error.expected),
         open=tuple(part for part in stack if isinstance(part, Token)),
-        loc=Loc(source, line, column, column + (width if token.type not in (END, NEWLINE) else 1)),
+        loc=Loc(source, line, column, column + max(1, len(token.rstrip("\n")))),
         first_on_line=not source.line(line)[: column - 1].strip(),
     )
+
+
+def _met(token: Token, source: Source) -> Token:
+    """The token that the text has where the parser failed: not a newline that newlines.py put in."""
+    if token.type == NEWLINE and not token and source.line(token.line or 1)[(token.column or 1) - 1 :].startswith("}"):
+        return Token.new_borrow_pos("RBRACE", "}", token)
+    if token.type == END or not token:
+        line, column = _end(source)
+        return Token(END, "", line=line, column=column)
+    return token
 
 
 def _end(source: Source) -> tuple[int, int]:
@@ -143,7 +150,7 @@ def _end(source: Source) -> tuple[int, int]:
 
 
 def _bad_character(error: UnexpectedCharacters, source: Source) -> CodaError:
-    character = source.text[error.pos_in_stream]
+    character = source.text[error.pos_in_stream or 0]
     shown = f"`{character}`" if character.isprintable() and not character.isspace() else f"U+{ord(character):04X}"
     return CodaSyntaxError(
         f"unexpected character {shown}",
@@ -154,7 +161,7 @@ def _bad_character(error: UnexpectedCharacters, source: Source) -> CodaError:
 
 def _syntax_error(message: str, hint: str | None = None) -> Callable[[_Situation], CodaError]:
     """A rule's error with a message in which {token} stands for what came."""
-    return lambda s: CodaSyntaxError(message.format(token=s.text), s.loc, hint=hint)
+    return lambda s: CodaSyntaxError(message.replace("{token}", s.text), s.loc, hint=hint)
 
 
 def _expected(s: _Situation) -> CodaError:
@@ -230,7 +237,11 @@ _RULES: tuple[tuple[Callable[[_Situation], bool], Callable[[_Situation], CodaErr
     ),
     (
         lambda s: _at_statement(s) and s.token.type == "NAME",
-        _syntax_error("a statement cannot begin with `{token}`", "write `let {0} = ...`, `store {0}: ...` or `reduce`"),
+        lambda s: CodaSyntaxError(
+            f"a statement cannot begin with `{s.text}`",
+            s.loc,
+            hint=f"write `let {s.text} = ...` for a value, `store {s.text}: ...` for an output",
+        ),
     ),
     (
         lambda s: _at_definition(s) and s.token.type in _STATEMENT,

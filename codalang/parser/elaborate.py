@@ -11,14 +11,13 @@ Names must have been checked (names.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from fractions import Fraction
 
 import attrs
 
 from codalang.errors import CodaError, CodaTypeError, CodaUnsupportedError, Loc, Source
 from codalang.ir.build import EpilogueBuilder
 from codalang.ir.epilogue import Epilogue
-from codalang.ir.names import DISCARD, KEYWORDS, default_dims
+from codalang.ir.names import DISCARD, default_dims
 from codalang.ir.types import STORAGE_DTYPES, WIDTHS, Kind, ValueType
 from codalang.parser import syntax
 from codalang.parser.complaints import shorten
@@ -133,7 +132,7 @@ class _Elaborator:
                 rows = self._same_dim(rows, extents.pop(0), "rows", shape)
             if kind.has_columns:
                 columns = self._same_dim(columns, extents.pop(0), "columns", shape)
-        names = default_dims(rows and rows.text, columns and columns.text)
+        names = default_dims(rows.text if rows else None, columns.text if columns else None)
         if names[0] == names[1] and rows and columns:
             raise CodaTypeError(
                 f"rows and columns are both called `{shorten(names[0])}`",
@@ -190,12 +189,13 @@ class _Elaborator:
                 hint="widths are {0}/2, {0} and 2*{0}".format(shorten(extent.symbol)),
             )
         if known is not None and known.text != extent.symbol:
-            other = "col[{}] has one number for each row, row[{}] one for each column"
+            vector = shape.kind.text in ("row", "col")
+            have, want = shorten(extent.symbol), shorten(known.text)
             raise CodaTypeError(
-                f"the {axis} of this {shape.kind.text} are `{shorten(extent.symbol)}`, but `{shorten(known.text)}` before",
+                f"the {axis} of this {shape.kind.text} are `{have}`, expected `{want}`",
                 self._loc(extent.span),
-                notes=((self._loc(known.span), f"the {axis} are `{shorten(known.text)}` here"),),
-                hint=other.format("M", "N") if shape.kind.text in ("row", "col") else None,
+                notes=((self._loc(known.span), f"the {axis} are `{want}` here"),),
+                hint="a col has a number for each row, a row a number for each column" if vector else None,
             )
         return known or Word(extent.symbol, extent.span)
 
@@ -205,7 +205,7 @@ class _Elaborator:
 
     def _dtype(self, word: Word | None) -> str | None:
         if word is None or word.text in STORAGE_DTYPES:
-            return word and word.text
+            return word.text if word else None
         near = _DTYPE_NAMES.get(word.text)
         raise CodaTypeError(
             f"unknown dtype `{shorten(word.text)}`",
@@ -260,10 +260,7 @@ class _Elaborator:
         except CodaTypeError as error:
             have = self.builder.nodes[value].type.show(self.builder.dims)
             note = ((self._loc(span), f"this is {have}"),)
-            raise CodaTypeError(error.message, error.loc, notes=note, hint=error.hint or self._advice(type_)) from None
-
-    def _advice(self, declared: ValueType) -> str | None:
-        return None
+            raise CodaTypeError(error.message, error.loc, notes=note, hint=error.hint) from None
 
     # Expressions
 

@@ -96,7 +96,7 @@ class _Names:
         name = definition.name
         first = self.functions.get(name.text) or self.epilogues.get(name.text)
         if first is not None:
-            raise self._twice("", name, first.name.span)
+            raise self._twice("definition", name, first.name.span)
         self._not_discard(name)
         if isinstance(definition, syntax.Epilogue):
             self.epilogues[name.text] = definition

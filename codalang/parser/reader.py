@@ -28,7 +28,7 @@ _CONSTANTS = {"true": True, "false": False, "inf": float("inf"), "nan": float("n
 def read(source: Source) -> tuple[syntax.Definition, ...]:
     """The definitions of a file, in textual order.  `source` must be normalized.  Raises CodaSyntaxError &c."""
     try:
-        return tuple(parser().parse(source.text))
+        definitions: Any = parser().parse(source.text)  # what the callback for `start` made
     except UnexpectedInput as error:
         raise complaint(error, source) from None
     except _BadNumber as error:
@@ -38,6 +38,7 @@ def read(source: Source) -> tuple[syntax.Definition, ...]:
             Loc(source, span.line, span.column, span.end_column),
             hint="the largest double is about 1.8e308; write `inf` for infinity",
         ) from None
+    return definitions
 
 
 @functools.cache
@@ -182,7 +183,9 @@ class _ToSyntax(Transformer):
     def parenthesized(self, open: Token, inner: syntax.Expression, close: Token) -> syntax.Expression:
         span = _span(open).to(_span(close))
         # A number in parentheses is one that a minus does not reach: -(1) negates, -1 is a constant.
-        return attrs.evolve(inner, span=span, **({"bare": False} if isinstance(inner, syntax.Literal) else {}))
+        if isinstance(inner, syntax.Literal):
+            return syntax.Literal(inner.value, span, bare=False)
+        return attrs.evolve(inner, span=span)
 
 
 def _extent(symbol: Token, number: Token, width: Fraction, tokens: Sequence[Token]) -> syntax.Extent:
