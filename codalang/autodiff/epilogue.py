@@ -22,7 +22,7 @@ from codalang.errors import CodaCallError
 from codalang.ir.build import canonical
 from codalang.ir.epilogue import Epilogue, Node, Output, Param, Reduce, Store
 from codalang.ir.infer import infer
-from codalang.ir.types import Kind
+from codalang.ir.types import WIDTHS, Kind
 
 
 def derive(
@@ -68,7 +68,7 @@ def derive(
         gradients=gradients,
         cotangents={loads[p.name].name: p.name for p in backward.params if loads[p.name].source == "cotangent"},
         loads={p.name: loads[p.name] for p in backward.params},
-        plan=_plan(graph, needed, kept),
+        plan=_plan(graph, indices, needed, kept),
     )
 
 
@@ -148,19 +148,18 @@ def _ways(
     stored: dict[int, list[Store]] = {}
     for store in epilogue.stores:
         stored.setdefault(indices[store.value], []).append(store)
-    computed = None if hosted else epilogue.accumulator
+    loadable = {p.name: p for p in epilogue.params if hosted or p is not epilogue.accumulator}
+    saving = {width: Kept("saved", None, units(width, None), units(width, None)) for width in WIDTHS}
     ways: dict[int, Kept] = {}
     for index, node in enumerate(graph.nodes):
-        if not (primal[index] and savable(node)):
-            continue
-        width = units(node.type.width, None)
-        options = [Kept("output", s.name, units(s.type.width, s.dtype)) for s in stored.get(index, [])]
-        if node.op != "param" or (computed is not None and node.attr == computed.name):
-            options.append(Kept("saved", None, width, width))
-        else:
-            param = epilogue.param(str(node.attr))
-            options.insert(0, Kept("param", param.name, units(node.type.width, param.dtype)))
-        ways[index] = min(options, key=lambda kept: kept.capacity)
+        if primal[index] and savable(node):
+            options = [Kept("output", s.name, units(s.type.width, s.dtype)) for s in stored.get(index, [])]
+            if node.op == "param" and node.attr in loadable:
+                param = loadable[node.attr]
+                options.insert(0, Kept("param", param.name, units(param.type.width, param.dtype)))
+            elif node.type.width is not None:
+                options.append(saving[node.type.width])
+            ways[index] = min(options, key=lambda kept: kept.capacity)
     return ways
 
 
@@ -174,8 +173,12 @@ def _named(graph: Graph, names: Names, kept: Mapping[int, Kept]) -> dict[int, Ke
     }
 
 
-def _plan(graph: Graph, needed: Sequence[int], kept: Mapping[int, Kept]) -> tuple[Decision, ...]:
-    tiles = {i for i in needed if is_tile(graph.nodes[i])} | set(kept)
+def _plan(
+    graph: Graph, indices: Sequence[int], needed: Sequence[int], kept: Mapping[int, Kept]
+) -> tuple[Decision, ...]:
+    """What is loaded, and those of the forward's own values that are recomputed from it."""
+    own = set(indices)
+    tiles = {i for i in needed if is_tile(graph.nodes[i]) and i in own} | set(kept)
     decisions = []
     for index in sorted(tiles):
         way = kept.get(index, Kept("recomputed", None))

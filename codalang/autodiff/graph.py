@@ -33,8 +33,8 @@ class Graph:
 
     def add(self, node: Node) -> int:
         """The index of a node, which is added where the graph has none like it."""
-        # repr separates 0.0 from -0.0 and True from 1.0, and makes nan equal itself
-        key = (node.op, node.args, repr(node.attr), node.type)
+        # The type follows from these; repr separates 0.0 from -0.0 and True from 1.0, and makes nan equal itself.
+        key = (node.op, node.args, repr(node.attr) if node.attr is not None else None)
         if key not in self._index:
             self._index[key] = len(self.nodes)
             self.nodes.append(node)

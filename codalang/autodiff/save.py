@@ -38,7 +38,8 @@ _SCALE = 4
 class Kept:
     """Where the backward gets a value from: `how` is "param", "output", "saved" or "recomputed".
 
-    `name` is that of the parameter or output; `load` and `store` are the units moved for it.
+    `name` is the forward's for the parameter or output; `load` and `store` are the units moved for it, and `capacity`
+    is what that costs.
     """
 
     how: str
@@ -46,15 +47,12 @@ class Kept:
     load: Fraction = Fraction(0)
     store: Fraction = Fraction(0)
 
-    @property
-    def moved(self) -> Fraction:
-        """Units loaded and stored."""
-        return self.load + self.store
+    capacity: int = attrs.field(init=False, repr=False)
 
-    @property
-    def capacity(self) -> int:
+    @capacity.default
+    def _cost(self) -> int:
         """The cost as one integer: bytes moved, then extra memory kept."""
-        return int(_SCALE * self.moved) * _TRAFFIC + int(_SCALE * self.store)
+        return int(_SCALE * (self.load + self.store)) * _TRAFFIC + int(_SCALE * self.store)
 
 
 def units(width: Fraction | None, dtype: str | None) -> Fraction:
