@@ -20,6 +20,7 @@ END = "$END"
 _SUPPORTED = "a file has `fn` and `epilogue` definitions; an epilogue has `let`, `store` and `reduce`"
 _DEFINITION = {"FN", "EPILOGUE"}
 _STATEMENT = {"LET", "STORE", "REDUCE", "RETURN"}
+_PARTNER = {"LPAR": "RPAR", "LSQB": "RSQB", "LBRACE": "RBRACE"}
 _OPERAND = {"NAME", "NUMBER", "LPAR", "MINUS", "NOT", "TRUE", "FALSE", "INF", "NAN"}
 
 _FUTURE = {
@@ -115,6 +116,17 @@ class _Situation:
         return shorten(str(self.token))
 
     @property
+    def brackets(self) -> list[Token]:
+        """The brackets that are open, outermost first."""
+        found: list[Token] = []
+        for token in self.open:
+            if token.type in _PARTNER:
+                found.append(token)
+            elif found and token.type == _PARTNER[found[-1].type]:
+                found.pop()
+        return found
+
+    @property
     def after(self) -> str:
         """The type of the token before, where no rule is complete in between; else ''."""
         return self.open[-1].type if self.open else ""
@@ -177,11 +189,10 @@ def _expected(s: _Situation) -> CodaError:
 
 def _unclosed(s: _Situation) -> tuple[tuple[Loc, str], ...]:
     """A note for the innermost open bracket, where its not being closed can be the reason."""
-    brackets = [t for t in s.open if t.type in ("LPAR", "LSQB", "LBRACE")]
-    if not brackets or not (s.first_on_line or s.token.type in (END, "RBRACE", "RSQB", "RPAR")):
+    if not s.brackets or s.token.type == _PARTNER[s.brackets[-1].type]:
         return ()
-    last = brackets[-1]
-    if last.type == "LBRACE" and s.token.type != END:
+    last = s.brackets[-1]
+    if s.token.type != END and (last.type == "LBRACE" or not (s.first_on_line or s.token.type in _PARTNER.values())):
         return ()
     line, column = last.line or 1, last.column or 1
     return ((Loc(s.loc.source, line, column, column + 1), f"this `{last}` is not closed"),)
@@ -193,9 +204,9 @@ def _describe(accepts: Collection[str]) -> str:
     parts: list[str] = []
     for group, spelled, also in (
         ({"NAME", "NUMBER", "LPAR"}, "an expression", _OPERAND),
-        (_DEFINITION, "`fn` or `epilogue`", {END}),
+        (_DEFINITION, "`fn` or `epilogue`", {END, NEWLINE}),
         (_STATEMENT, "a statement", set()),
-        ({"PLUS", "MINUS", "STAR"}, "an operator", OPERATORS | {"LPAR"}),
+        ({"PLUS", "MINUS"}, "an operator", OPERATORS | {"LPAR"}),
     ):
         if group <= rest:
             parts.append(spelled)
@@ -217,12 +228,21 @@ def _at_definition(s: _Situation) -> bool:
     return "FN" in s.accepts
 
 
+def _closes_nothing(s: _Situation) -> bool:
+    return s.token.type in _PARTNER.values() and not any(_PARTNER[b.type] == s.token.type for b in s.brackets)
+
+
+def _in_parameters(s: _Situation) -> bool:
+    types = [t.type for t in s.open]
+    return "EPILOGUE" in types and "LPAR" in types and "LBRACE" not in types
+
+
 def _wants_operand(s: _Situation) -> bool:
     return {"NAME", "NUMBER", "LPAR"} <= s.accepts
 
 
 def _wants_operator(s: _Situation) -> bool:
-    return {"STAR", "SLASH"} <= s.accepts
+    return {"PLUS", "MINUS"} <= s.accepts
 
 
 _RULES: tuple[tuple[Callable[[_Situation], bool], Callable[[_Situation], CodaError]], ...] = (
@@ -242,6 +262,11 @@ _RULES: tuple[tuple[Callable[[_Situation], bool], Callable[[_Situation], CodaErr
             s.loc,
             hint=f"write `let {s.text} = ...` for a value, `store {s.text}: ...` for an output",
         ),
+    ),
+    (_closes_nothing, _syntax_error("`{token}` closes nothing")),
+    (
+        lambda s: s.accepts == {"_COLON"} and _in_parameters(s),
+        _syntax_error("expected `:` and a shape, got `{token}`", "each parameter has a shape: `acc: tile[M, N]`"),
     ),
     (
         lambda s: _at_definition(s) and s.token.type in _STATEMENT,

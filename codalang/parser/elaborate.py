@@ -243,11 +243,12 @@ class _Elaborator:
     def _output(self, statement: syntax.Store | syntax.Reduce, value: int, span: Span) -> None:
         name, shape = statement.name, statement.shape
         if shape is None:
+            keyword = "store" if isinstance(statement, syntax.Store) else "reduce"
             have = self.builder.nodes[value].type.show(self.builder.dims)
             raise CodaTypeError(
-                f"`store {shorten(name.text)}` does not declare its shape",
+                f"`{keyword} {shorten(name.text)}` does not declare its shape",
                 self._loc(name.span),
-                hint=f"write `store {shorten(name.text)}: {have}`",
+                hint=f"write `{keyword} {shorten(name.text)}: {have if keyword == 'store' else 'col[M]'} = ...`",
             )
         type_, dtype = self._type(shape), self._dtype(statement.dtype)
         loc = self._loc(name.span.to((statement.dtype or shape).span))

@@ -36,8 +36,8 @@ _ADVICE = {
     "sum": "`reduce s: col[M] = sum(x)` is a statement of its own; its result is there when every tile is done",
 }
 _LOCALITY_HINT = (
-    "an epilogue sees one tile, and the reduction is complete only after every tile: read it in a later epilogue, as a "
-    "parameter.  A row factor commutes with the next matmul, so it can be applied to that matmul's result"
+    "a reduction is complete only after every tile: read it in a later epilogue, as a parameter; a factor of each row "
+    "commutes with the next matmul, so apply it to that matmul's result"
 )
 
 
@@ -68,6 +68,7 @@ class _Scope:
     values: dict[str, Span]
     outputs: dict[str, syntax.Store | syntax.Reduce]
     reductions: Mapping[str, syntax.Reduce]  # of the whole epilogue, those below included
+    dims: frozenset[str]  # symbols in its shapes
 
 
 class _Names:
@@ -90,13 +91,14 @@ class _Names:
 
     def _twice(self, what: str, name: Word, first: Span) -> CodaError:
         notes = ((self._loc(first), "first defined here"),)
-        return CodaNameError(f"{what} `{shorten(name.text)}` is defined twice", self._loc(name.span), notes=notes)
+        shown = f"{what} `{shorten(name.text)}`".lstrip()
+        return CodaNameError(f"{shown} is defined twice", self._loc(name.span), notes=notes)
 
     def _define(self, definition: syntax.Definition) -> None:
         name = definition.name
         first = self.functions.get(name.text) or self.epilogues.get(name.text)
         if first is not None:
-            raise self._twice("definition", name, first.name.span)
+            raise self._twice("", name, first.name.span)
         self._not_discard(name)
         if isinstance(definition, syntax.Epilogue):
             self.epilogues[name.text] = definition
@@ -113,7 +115,7 @@ class _Names:
 
     def _definition(self, definition: syntax.Definition) -> None:
         reductions = {s.name.text: s for s in definition.statements if isinstance(s, syntax.Reduce)}
-        scope = _Scope({}, {}, reductions)
+        scope = _Scope({}, {}, reductions, frozenset(_symbols(definition)))
         is_function = isinstance(definition, syntax.Function)
         for param in definition.params:
             self._value(param if isinstance(param, Word) else param.name, scope, "parameter")
@@ -156,6 +158,7 @@ class _Names:
         elif isinstance(statement, syntax.Reduce):
             value = self._reduced_operand(statement)
         elif isinstance(statement, syntax.Store):
+            self._stored(statement, scope)
             value = value or syntax.Name(statement.name.text, statement.name.span)
         assert value is not None
         self._expression(value, scope)
@@ -170,6 +173,15 @@ class _Names:
             if statement.name.text in scope.outputs:
                 raise self._twice("output", statement.name, scope.outputs[statement.name.text].name.span)
             scope.outputs[statement.name.text] = statement
+
+    def _stored(self, statement: syntax.Store, scope: _Scope) -> None:
+        name = statement.name.text
+        if statement.value is None and name not in scope.values and name not in scope.reductions:
+            raise CodaNameError(
+                f"there is no value `{shorten(name)}` to store",
+                self._loc(statement.name.span),
+                hint=suggestion(name, scope.values) or f"write `store {shorten(name)}: ... = value`",
+            )
 
     def _value(self, name: Word, scope: _Scope, what: str) -> None:
         self._not_discard(name)
@@ -235,8 +247,12 @@ class _Names:
             )
         if name.text in self.functions or name.text in BUILTINS:
             return CodaNameError(f"`{shown}` is a function", loc, hint=f"call it: `{shown}(...)`")
-        hint = suggestion(name.text, scope.values)
-        return CodaNameError(f"unknown name `{shown}`", loc, hint=hint or _known("values", scope.values))
+        if name.text in scope.dims:
+            return CodaNameError(
+                f"`{shown}` is a dimension, not a value", loc, hint="pass what is needed of it as a `scalar` parameter"
+            )
+        hint = suggestion(name.text, scope.values) or _known("values", scope.values)
+        return CodaNameError(f"unknown name `{shown}`", loc, hint=hint)
 
     def _call(self, call: syntax.Call, scope: _Scope) -> None:
         name = call.function.text
@@ -321,6 +337,15 @@ class _Names:
                 for part in walk(statement.value):
                     if isinstance(part, syntax.Call) and part.function.text in self.functions:
                         yield part
+
+
+def _symbols(definition: syntax.Definition) -> Iterator[str]:
+    """The dimensions that an epilogue's shapes are made of."""
+    things = [*definition.params, *definition.statements]
+    shapes = [t.shape for t in things if isinstance(t, syntax.Param | syntax.Store | syntax.Reduce)]
+    for extent in (e for shape in shapes if shape is not None for e in shape.extents):
+        if extent.symbol is not None:
+            yield extent.symbol
 
 
 def walk(root: syntax.Expression) -> Iterator[syntax.Expression]:

@@ -138,7 +138,7 @@ class Reduce:
     """`reduce name: shape: dtype = value`, where value must be a call of a reduction."""
 
     name: Word
-    shape: Shape
+    shape: Shape | None
     dtype: Word | None
     value: Expression
     span: Span
