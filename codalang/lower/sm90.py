@@ -439,6 +439,10 @@ class GemmKernel:
         frag_a = tiled_mma.make_fragment_A(thread_mma.partition_A(s_a))
         frag_b = tiled_mma.make_fragment_B(thread_mma.partition_B(s_b))
         acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(config.tile), Float32)
+        # two atoms: the first wgmma of a tile overwrites the accumulator, the others add to it.  Zeroing it instead
+        # puts register writes between wgmmas in flight, for which the assembler would wait.
+        first_mma = self._tiled_mma()
+        first_mma.set(warpgroup.Field.ACCUMULATE, False)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
 
         # bound methods: the DSL would take an object whose methods the loop calls for a value that the loop changes
@@ -455,10 +459,9 @@ class GemmKernel:
         while index < clusters_m * clusters_n:
             tile_m, tile_n = self.tile_of(index, clusters_m, clusters_n, cta)
             staged = begin(tile_m, tile_n, visit)
-            acc.fill(0.0)
             # K tiles that passed through the ring before this tile's
             passed = (visit * self.teams + team) * k_tiles
-            self.mainloop(tiled_mma, acc, frag_a, frag_b, ring, passed, k_tiles, team)
+            self.mainloop((first_mma, tiled_mma), acc, frag_a, frag_b, ring, passed, k_tiles, team)
             finish(acc, staged, tile_m, tile_n, visit, partials)
             index += self.teams * step
             visit += 1
@@ -468,7 +471,7 @@ class GemmKernel:
     @cute.jit
     def mainloop(
         self,
-        tiled_mma: cute.TiledMma,
+        mmas: tuple,
         acc: cute.Tensor,
         frag_a: cute.Tensor,
         frag_b: cute.Tensor,
@@ -477,20 +480,20 @@ class GemmKernel:
         k_tiles: Int32,
         team: Int32,
     ) -> None:
-        """acc += A @ B^T over all of K.  One wgmma group stays in flight; the stage before it is released."""
+        """acc = A @ B^T over all of K.  One wgmma group stays in flight; the stage before it is released."""
+        first_mma, next_mma = mmas
         stages = self.config.stages
         slot, phase = passed % stages, (passed // stages) % 2
         read = pipeline.PipelineState(stages, Int32(0), slot, phase)
         release = pipeline.PipelineState(stages, Int32(0), slot, phase)
         if cutlass.const_expr(self.config.ping_pong):
             self.await_turn(team)
-        warpgroup.fence()
         ring.consumer_wait(read)
-        self.multiply(tiled_mma, acc, frag_a, frag_b, read.index)
+        self.multiply((first_mma, next_mma), acc, frag_a, frag_b, read.index)
         read.advance()
         for _ in cutlass.range(1, k_tiles, unroll=1):
             ring.consumer_wait(read)
-            self.multiply(tiled_mma, acc, frag_a, frag_b, read.index)
+            self.multiply((next_mma, next_mma), acc, frag_a, frag_b, read.index)
             warpgroup.wait_group(1)
             ring.consumer_release(release)
             read.advance()
@@ -502,34 +505,24 @@ class GemmKernel:
 
     @cute.jit
     def multiply(
-        self, tiled_mma: cute.TiledMma, acc: cute.Tensor, frag_a: cute.Tensor, frag_b: cute.Tensor, slot: Int32
+        self, mmas: tuple, acc: cute.Tensor, frag_a: cute.Tensor, frag_b: cute.Tensor, slot: Int32
     ) -> None:
-        """Issue and commit the wgmmas of one stage."""
+        """Issue and commit the wgmmas of one stage: the first of 16 columns of K by mmas[0], the others by mmas[1]."""
+        # right before the first wgmma: elsewhere the assembler adds its own, and may serialize the loop for it
+        warpgroup.fence()
         for k in cutlass.range_constexpr(K_TILE // 16):
-            cute.gemm(tiled_mma, acc, frag_a[(None, None, k, slot)], frag_b[(None, None, k, slot)], acc)
+            cute.gemm(mmas[min(k, 1)], acc, frag_a[(None, None, k, slot)], frag_b[(None, None, k, slot)], acc)
         warpgroup.commit_group()
 
-    @cute.jit
     def await_turn(self, team: Int32) -> None:
         """Wait until the other team has issued its mainloop."""
-        # static ids: a dynamic one makes the assembler reserve all sixteen barriers
-        if team == 0:
-            cute.arch.barrier(barrier_id=TURN_BARRIER, number_of_threads=256)
-        else:
-            cute.arch.barrier(barrier_id=TURN_BARRIER + 1, number_of_threads=256)
+        cute.arch.barrier(barrier_id=TURN_BARRIER + team, number_of_threads=256)
 
-    @cute.jit
     def pass_turn(self, team: Int32) -> None:
         """Let the other team's mainloop start."""
-        if team == 0:
-            cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1, number_of_threads=256)
-        else:
-            cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=256)
+        # no branch on the team here: where wgmmas are in flight, the assembler would wait for them before it
+        cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - team, number_of_threads=256)
 
-    @cute.jit
     def sync_team(self, team: Int32) -> None:
         """A barrier among the warps of one team."""
-        if team == 0:
-            cute.arch.barrier(barrier_id=TEAM_BARRIER, number_of_threads=self.team_warps * 32)
-        else:
-            cute.arch.barrier(barrier_id=TEAM_BARRIER + 1, number_of_threads=self.team_warps * 32)
+        cute.arch.barrier(barrier_id=TEAM_BARRIER + team, number_of_threads=self.team_warps * 32)
