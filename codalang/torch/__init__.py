@@ -13,10 +13,10 @@ import os
 
 from codalang.errors import Source
 from codalang.sources import resolve
-from codalang.torch.execute import CodaFallbackWarning
+from codalang.torch.execute import CodaFallbackWarning, reference_only
 from codalang.torch.module import EpilogueFunction, Module, module_of
 
-__all__ = ["CodaFallbackWarning", "EpilogueFunction", "Module", "load"]
+__all__ = ["CodaFallbackWarning", "EpilogueFunction", "Module", "load", "reference_only"]
 
 
 def load(program: str | os.PathLike[str] | Source) -> Module:

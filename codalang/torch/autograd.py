@@ -32,7 +32,7 @@ from codalang.ir.build import EpilogueBuilder, canonical
 from codalang.ir.epilogue import Epilogue, Output, Store
 from codalang.ir.types import tile
 from codalang.torch.execute import Job
-from codalang.torch.opaque import execute
+from codalang.torch.opaque import execute, is_traced
 from codalang.torch.signature import Extent, Value, columns_of, output_dtype
 
 Flags = tuple[bool, ...]
@@ -113,10 +113,13 @@ class Plan:
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """`a @ b.T` of [M, K] and [N, K], by the GEMM that hosts epilogues, rounded to `a`'s dtype; differentiable."""
-        key = (a.shape[0], b.shape[0], a.dtype)
-        if key not in self._matmuls:
-            self._matmuls[key] = Plan(_MATMUL, key[0], key[1], self.compute, a.dtype)
-        return invoke(self._matmuls[key], (a, b))[0]
+        rows, columns, dtype = a.shape[0], b.shape[0], a.dtype
+        if is_traced():  # sizes may be symbols, which are no keys
+            return invoke(Plan(_MATMUL, rows, columns, self.compute, dtype), (a, b))[0]
+        plan = self._matmuls.get((rows, columns, dtype))
+        if plan is None:
+            plan = self._matmuls[rows, columns, dtype] = Plan(_MATMUL, rows, columns, self.compute, dtype)
+        return invoke(plan, (a, b))[0]
 
 
 class Tape:

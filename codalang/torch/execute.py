@@ -12,9 +12,11 @@ output to its storage dtype: on bf16 and f16 it imitates the kernel.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import attrs
 import torch
@@ -74,6 +76,19 @@ class Job:
         return tuple(fresh)
 
 
+_reference_only = contextvars.ContextVar("codalang_reference_only", default=False)
+
+
+@contextlib.contextmanager
+def reference_only() -> Iterator[None]:
+    """Within it calls run on the reference even where a kernel could: to compare the two, or to find a fault."""
+    token = _reference_only.set(True)
+    try:
+        yield
+    finally:
+        _reference_only.reset(token)
+
+
 def execute(job: Job, values: Sequence[Value]) -> list[Tensor]:
     """The outputs in order, contiguous and new, on flattened values.  Nothing here is recorded by autograd."""
     device = _device(values)
@@ -106,7 +121,7 @@ def _is_hopper(index: int) -> bool:
 
 
 def _takes_kernel(job: Job, values: Sequence[Value], device: torch.device) -> bool:
-    if device.type != "cuda" or not _is_hopper(device.index):
+    if device.type != "cuda" or not _is_hopper(device.index) or _reference_only.get():
         return False
     tensors = [v for v in values if isinstance(v, Tensor)]
     operands = tensors[:2] if job.on_gemm else []

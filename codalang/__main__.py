@@ -1,0 +1,7 @@
+"""`python -m codalang` is the command `codalang`."""
+
+import sys
+
+from codalang.cli import main
+
+sys.exit(main())

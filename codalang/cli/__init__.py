@@ -1,0 +1,118 @@
+"""The command `codalang`: one subcommand for each stage that a program passes through.
+
+    check    read, type-check and verify                                   text.py
+    fmt      rewrite in the canonical format, comments kept                text.py
+    grad     print the derived backward                                    text.py
+    emit     print a stage: IR, backward, CuTe DSL, PTX                    kernels.py
+    compile  to an object for sm_90a, with the device compiler's report    kernels.py
+    run      on random inputs, against the reference in float64            trial.py
+
+PROGRAM is a file, `-` for standard input, or a name of the standard library.
+
+| exit code | means                                                                                       |
+|-----------|---------------------------------------------------------------------------------------------|
+| 0         | done                                                                                        |
+| 1         | the program or the call is wrong; or: `fmt --check` would change a file, `run` is inaccurate |
+| 2         | the command line is wrong                                                                   |
+| 130       | interrupted                                                                                 |
+
+Results go to standard output, errors (with the line and a caret) to standard error.  With `--json` standard output is
+one JSON object: `{"ok": true, ...}`, or `{"ok": false, "errors": [...]}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from codalang import __version__
+from codalang.errors import CodaError
+
+OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line (default: the process's) and return its exit code."""
+    try:
+        options = _parser().parse_args(arguments)
+    except SystemExit as stop:  # argparse has said what is wrong, or printed the help
+        return stop.code if isinstance(stop.code, int) else USAGE
+    try:
+        code = int(options.command(options))
+        sys.stdout.flush()
+        return code
+    except CodaError as error:
+        report_errors([error], options.json)
+        return WRONG
+    except BrokenPipeError:  # the reader of our output has gone, `head` for instance
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return WRONG
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def report_errors(errors: Sequence[CodaError], as_json: bool) -> None:
+    """Errors for people on standard error and, where asked for, for scripts on standard output."""
+    for error in errors:
+        print(f"{_red('error')}: {error}", file=sys.stderr)
+    if as_json:
+        print_json(False, errors=[describe(error) for error in errors])
+
+
+def print_json(ok: bool, **fields: Any) -> None:
+    """The one object that a command prints with --json."""
+    print(json.dumps({"ok": ok, **fields}, indent=2))
+
+
+def describe(error: CodaError) -> dict[str, Any]:
+    """An error as data."""
+    return {
+        "type": type(error).__name__,
+        "message": error.message,
+        "argument": error.argument,
+        "hint": error.hint,
+        **_place(error.loc),
+        "notes": [{"message": text, **_place(loc)} for loc, text in error.notes],
+    }
+
+
+def _place(loc: Any) -> dict[str, Any]:
+    if loc is None:
+        return {"file": None, "line": None, "column": None, "end_column": None}
+    return {"file": loc.source.name, "line": loc.line, "column": loc.column, "end_column": loc.end_column}
+
+
+def _red(text: str) -> str:
+    colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    return f"\033[31;1m{text}\033[0m" if colour else text
+
+
+def _parser() -> argparse.ArgumentParser:
+    from codalang.cli import kernels, text, trial
+
+    parser = argparse.ArgumentParser(
+        prog="codalang",
+        description="GEMM epilogues as programs, with derived backward kernels.",
+        epilog="Exit codes: 0 done; 1 the program or call is wrong; 2 the command line is wrong.",
+    )
+    parser.add_argument("--version", action="version", version=f"codalang {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for module in (text, kernels, trial):
+        module.add_commands(commands)
+    return parser
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """The arguments PROGRAM, NAME and --json that most commands take."""
+    parser.add_argument("program", metavar="PROGRAM", help="a .coda file, - for standard input, or a standard name")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="the epilogue (default: all, or the only one)")
+    add_json(parser)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """The option --json."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")

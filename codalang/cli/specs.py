@@ -1,0 +1,82 @@
+"""The kernel of a typical call, where there is no call: what `emit` and `compile` lower.
+
+A and B are contiguous along K.  Storage dtypes, where the program does not annotate them:
+
+| item                                | dtype                             |
+|-------------------------------------|-----------------------------------|
+| tile or row parameter, tile output  | the matmul's                      |
+| col parameter, reduction            | f32                               |
+| scalar                              | a number; f32 in a backward       |
+| cotangent, saved value, gradient    | that of the value it belongs to   |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+from codalang.autodiff import Derivative
+from codalang.errors import CodaCallError
+from codalang.ir.epilogue import Epilogue, Output, Param, Store
+from codalang.ir.types import Kind
+from codalang.lower.plan import choose
+from codalang.lower.spec import KernelSpec, Operand, loaded_params
+
+DTYPES = ("bf16", "f16")
+
+
+def forward_spec(epilogue: Epilogue, dtype: str, rows: int, columns: int) -> KernelSpec:
+    """The kernel of an epilogue on a GEMM whose accumulator is rows x columns.
+
+    Raises CodaCallError where no GEMM can host it, CodaUnsupportedError where no kernel covers it.
+    """
+    if epilogue.accumulator is None:
+        raise CodaCallError(
+            f"`{epilogue.name}` has no accumulator (its first parameter is not a tile), so no matmul can host it",
+            epilogue.loc,
+        )
+    inputs = tuple(param_dtype(p, dtype) for p in loaded_params(epilogue, True))
+    stores = tuple(output_dtype(s, dtype) for s in epilogue.stores)
+    spec = KernelSpec(epilogue, Operand(dtype, "k", "k"), inputs, stores, None)
+    return attrs.evolve(spec, config=choose(spec, rows, columns))
+
+
+def backward_spec(derivative: Derivative, dtype: str) -> KernelSpec:
+    """The kernel of a derived backward, hosted on its cotangents.
+
+    Raises CodaUnsupportedError where no kernel covers it.
+    """
+    forward, backward = derivative.forward, derivative.backward
+    dtypes = {p.name: param_dtype(p, dtype) for p in forward.params}
+    dtypes = {name: "f32" if kind == "number" else kind for name, kind in dtypes.items()}
+    dtypes |= {o.name: output_dtype(o, dtype) for o in forward.outputs}
+    loaded = {name: dtypes[load.name] for name, load in derivative.loads.items()}
+    inputs = tuple(loaded[p.name] for p in loaded_params(backward, False))
+    gradients = _gradient_dtypes(derivative, dtypes, dtype)
+    stores = tuple(gradients[s.name] for s in backward.stores)
+    return KernelSpec(backward, None, inputs, stores, None)
+
+
+def _gradient_dtypes(derivative: Derivative, dtypes: Mapping[str, str], dtype: str) -> dict[str, str]:
+    """Each gradient has the dtype of its parameter, that of the accumulator the matmul's; one that several parameters
+    share has f32 where they differ."""
+    accumulator = derivative.forward.params[0].name
+    found: dict[str, str] = {}
+    for param, name in derivative.gradients.items():
+        if name is not None:
+            own = dtype if param == accumulator else dtypes[param]
+            found[name] = own if found.get(name, own) == own else "f32"
+    return found
+
+
+def param_dtype(param: Param, dtype: str) -> str:
+    """By the table above."""
+    if param.dtype is not None:
+        return param.dtype
+    return {Kind.TILE: dtype, Kind.ROW: dtype, Kind.COL: "f32", Kind.SCALAR: "number"}[param.type.kind]
+
+
+def output_dtype(output: Output, dtype: str) -> str:
+    """By the table above."""
+    return output.dtype or (dtype if isinstance(output, Store) else "f32")

@@ -1,0 +1,294 @@
+"""The command `run`: random inputs of given shapes against the reference in float64.
+
+Inputs are rounded to their dtypes first.  A result's error is its distance from what the reference computes of them in
+float64 (gradients: from what torch makes of that), relative by norm.  Beside it stands the error of the *rounding
+mode*: the reference in float32, rounded wherever the kernel rounds, saved values included.  A result is inaccurate, and
+the exit code 1, where its error exceeds the dtype's bound, or, of a kernel, both 1e-5 and 1.5 times that of the
+rounding mode.
+
+On a GPU the forward is timed beside cuBLAS (the bare matmul) and torch.compile (matmul and epilogue as torch ops).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from codalang.cli import OK, WRONG, add_program, print_json
+from codalang.cli.programs import load_program, only
+from codalang.errors import CodaCallError
+from codalang.ir.epilogue import Epilogue
+from codalang.ir.types import Kind
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_DTYPES = ("bf16", "f16", "f32", "f64")
+_DEFAULT = {"M": 256, "N": 512, "K": 256}
+_WORSE = 1.5
+_FLOOR = 1e-5
+# Beyond this no rounding explains a difference.
+_BOUNDS = {"bf16": 0.25, "f16": 0.03, "f32": 1e-4, "f64": 1e-9}
+
+
+def add_commands(commands: Any) -> None:
+    """Declare the command."""
+    run = commands.add_parser("run", help="run on random inputs and compare with the reference in float64")
+    add_program(run)
+    run.add_argument(
+        "--shape", type=_shape, default={}, metavar="M=..,N=..,K=..", help="sizes by the program's names, and K"
+    )
+    run.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the tensors (default: bf16)")
+    run.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
+    run.add_argument("--backward", action="store_true", help="gradients as well")
+    run.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where there is one"
+    )
+    run.set_defaults(command=run_run)
+
+
+def _shape(text: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, number = part.partition("=")
+        if not equals or not number.strip().isdigit():
+            raise argparse.ArgumentTypeError(f"`{part}` is not NAME=NUMBER")
+        sizes[name.strip()] = int(number)
+    return sizes
+
+
+def run_run(options: argparse.Namespace) -> int:
+    """`codalang run`."""
+    import torch
+
+    from codalang.torch import EpilogueFunction
+
+    epilogue = only(load_program(options.program), options.name)
+    sizes = _sizes(epilogue, options.shape)
+    device = options.device if options.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise CodaCallError("there is no CUDA device here", argument="--device")
+    trial = _Trial(EpilogueFunction(epilogue), sizes, options, device)
+    rows = trial.compare()
+    times = trial.times() if device == "cuda" else []
+    ok = all(row["ok"] for row in rows)
+    if options.json:
+        print_json(
+            ok, name=epilogue.name, shape=sizes, dtype=options.dtype, device=trial.where, results=rows, times=times
+        )
+    else:
+        _print(epilogue, sizes, options.dtype, trial.where, rows, times)
+    return OK if ok else WRONG
+
+
+def _sizes(epilogue: Epilogue, given: dict[str, int]) -> dict[str, int]:
+    """(M, N, K) under the program's own names."""
+    symbols = (*epilogue.dims, "K")
+    for name in given:
+        if name not in symbols:
+            raise CodaCallError(
+                f"`{epilogue.name}` has no dimension `{name}`; its dimensions are {', '.join(symbols)}",
+                argument="--shape",
+            )
+    return {symbol: given.get(symbol, default) for symbol, default in zip(symbols, _DEFAULT.values(), strict=True)}
+
+
+class _Trial:
+    """Random inputs, and what three ways of computing make of them."""
+
+    def __init__(self, function: Any, sizes: dict[str, int], options: argparse.Namespace, device: str) -> None:
+        import torch
+
+        from codalang.ir.reference import TORCH_DTYPES
+
+        self.function, self.epilogue = function, function.epilogue
+        self.bound = _BOUNDS[options.dtype]
+        self.dtype = {**TORCH_DTYPES, "f64": torch.float64}[options.dtype]
+        self.m, self.n, self.k = sizes.values()
+        self.backward = options.backward
+        self.generator = torch.Generator(device).manual_seed(options.seed)
+        self.device = device
+        self.where = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+        self.on_gemm = self.epilogue.accumulator is not None
+        self.inputs = self._make_inputs()
+
+    def _make_inputs(self) -> dict[str, Tensor]:
+        """Tiles are normal; rows, cols and scalars stand around 1, as scales do."""
+        import torch
+
+        from codalang.ir.reference import TORCH_DTYPES
+
+        inputs: dict[str, Tensor] = {}
+        params = self.epilogue.params
+        if self.on_gemm:
+            columns = self._columns(params[0])
+            inputs["a"] = self._normal((self.m, self.k)).to(self.dtype)
+            inputs["w"] = (self._normal((columns, self.k)) / max(1, self.k) ** 0.5).to(self.dtype)
+            params = params[1:]
+        for param in params:
+            shape = ((self.m,) if param.type.kind.has_rows else ()) + (
+                (self._columns(param),) if param.type.width is not None else ()
+            )
+            value = self._normal(shape)
+            if param.type.kind is not Kind.TILE:
+                value = 1 + value / 4
+            wide = param.type.kind in (Kind.COL, Kind.SCALAR) and self.dtype is not torch.float64
+            inputs[f"{param.name}"] = value.to(
+                TORCH_DTYPES[param.dtype] if param.dtype else torch.float32 if wide else self.dtype
+            )
+        return inputs
+
+    def _normal(self, shape: tuple[int, ...]) -> Tensor:
+        import torch
+
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=torch.float64)
+
+    def _columns(self, param: Any) -> int:
+        return int(param.type.width * self.n)
+
+    def _ours(self, *values: Tensor) -> list[Tensor]:
+        import torch
+
+        if self.on_gemm:
+            result = self.function(*values)
+        else:
+            result = self.function.hosted(*values, extents=(self.m, self.n))
+        return [result] if isinstance(result, torch.Tensor) else list(result)
+
+    def _reference(self, dtype: Any, *values: Tensor) -> list[Tensor]:
+        """The reference, which torch differentiates."""
+        from codalang.ir import reference
+
+        rest = list(values)
+        if self.on_gemm:
+            a, w, *rest = values
+            rest = [a.to(dtype) @ w.to(dtype).T, *rest]
+        named = dict(zip((p.name for p in self.epilogue.params), rest, strict=True))
+        outputs = reference.run(self.epilogue, named, dtype=dtype, extents=(self.m, self.n))
+        return list(outputs.values())
+
+    def compare(self) -> list[dict[str, Any]]:
+        """One row for each output and, with --backward, for each gradient."""
+        import torch
+
+        from codalang.torch import reference_only
+
+        leaves = [[self._leaf(v, exact) for v in self.inputs.values()] for exact in (False, False, True)]
+        ours = self._ours(*leaves[0])
+        with reference_only():
+            rounded = self._ours(*leaves[1])
+        exact = self._reference(torch.float64, *leaves[2])
+        results = [list(r) for r in (ours, rounded, exact)]
+        names = [o.name for o in self.epilogue.outputs]
+        if self.backward:
+            names += [f"d_{name}" for name in self.inputs]
+            cotangents = [self._normal(tuple(o.shape)).to(o.dtype) for o in ours]
+            for result, inputs in zip(results, leaves, strict=True):
+                given = [c.to(r.dtype) for c, r in zip(cotangents, result, strict=True)]
+                with reference_only() if result is results[1] else contextlib.nullcontext():
+                    result += torch.autograd.grad(result, inputs, given)
+        return [self._row(name, *triple) for name, *triple in zip(names, *results, strict=True)]
+
+    def _row(self, name: str, ours: Tensor, rounded: Tensor, exact: Tensor) -> dict[str, Any]:
+        error, expected = _relative(ours, exact), _relative(rounded, exact)
+        likely = self.device == "cpu" or error <= max(_WORSE * expected, _FLOOR)
+        return {
+            "name": name,
+            "shape": list(ours.shape),
+            "dtype": str(ours.dtype).removeprefix("torch."),
+            "error": error,
+            "rounding_error": expected,
+            "ok": likely and error <= self.bound,
+        }
+
+    def _leaf(self, value: Tensor, exact: bool) -> Tensor:
+        return (value.detach().double() if exact else value.detach()).requires_grad_(self.backward)
+
+    def times(self) -> list[dict[str, Any]]:
+        """Milliseconds of the forward and of what it is compared with, measured in turn."""
+        import torch
+
+        if not self.on_gemm:
+            return []
+        values = tuple(self.inputs.values())
+        a, w = values[:2]
+
+        def as_torch(*arguments: Tensor) -> list[Tensor]:
+            first, second, *rest = arguments
+            named = dict(zip((p.name for p in self.epilogue.params), [first @ second.T, *rest], strict=True))
+            from codalang.ir import reference
+
+            results = reference.run(self.epilogue, named, dtype=torch.float32, extents=(self.m, self.n))
+            return [
+                r.to(self.dtype if o.type.kind is Kind.TILE else torch.float32)
+                for r, o in zip(results.values(), self.epilogue.outputs, strict=True)
+            ]
+
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        compiled = torch.compile(make_fx(as_torch)(*values))
+        ways: dict[str, Callable[[], Any]] = {
+            "codalang": lambda: self._ours(*values),
+            "cublas (matmul alone)": lambda: a @ w.T,
+            "torch.compile": lambda: compiled(*values),
+        }
+        with torch.no_grad():
+            measured = _measure(ways)
+        return [{"way": way, "milliseconds": milliseconds} for way, milliseconds in measured.items()]
+
+
+def _measure(ways: dict[str, Callable[[], Any]], rounds: int = 20) -> dict[str, float]:
+    """The median of each way's times, the ways taking turns so that all see the same clock."""
+    import torch
+
+    for way in ways.values():
+        for _ in range(3):
+            way()
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            way()
+            end.record()
+            end.synchronize()
+            samples[name].append(start.elapsed_time(end))
+    return {name: round(statistics.median(times), 4) for name, times in samples.items()}
+
+
+def _relative(value: Tensor, exact: Tensor) -> float:
+    """||value - exact|| / ||exact||; infinite where one is not finite and the other is not the same."""
+    import torch
+
+    value, exact = value.detach().double(), exact.detach().double()
+    same = (value == exact) | (value.isnan() & exact.isnan())
+    difference = torch.where(same, 0.0, value - exact)
+    if not torch.isfinite(difference).all():
+        return float("inf")
+    scale = torch.where(torch.isfinite(exact), exact, 0.0).norm().item()
+    distance = difference.norm().item()
+    return distance / scale if scale else distance
+
+
+def _print(
+    epilogue: Epilogue,
+    sizes: dict[str, int],
+    dtype: str,
+    where: str,
+    rows: list[dict[str, Any]],
+    times: list[dict[str, Any]],
+) -> None:
+    shape = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+    print(f"{epilogue.name}: {shape}, {dtype}, on {where}")
+    print(f"  {'result':<16} {'shape':<18} {'dtype':<9} {'error':>10} {'rounding':>10}")
+    for row in rows:
+        shown = str(row["shape"])
+        print(
+            f"  {row['name']:<16} {shown:<18} {row['dtype']:<9} {row['error']:>10.2e} {row['rounding_error']:>10.2e}"
+            f"{'' if row['ok'] else '   INACCURATE'}"
+        )
+    for entry in times:
+        print(f"  {entry['way']:<26} {entry['milliseconds']:.4f} ms")
