@@ -1,8 +1,9 @@
 """Correctness on a Hopper GPU, all of it in one process: `python benchmarks/check_gpu.py [--sweep] [--out DIR]`.
 
-Runs the cases of tests/gpu/gpu_cases.py as `pytest -m gpu` does, and prints a table: per subject and group, how many
-cases ran, how many failed, the worst error as a fraction of what is allowed, and the seconds.  `--sweep` adds every
-combination of ragged extents and majors.  Kernels are compiled first, in as many processes as there are cores.
+Runs what `pytest -m gpu` runs: the cases of tests/gpu/gpu_cases.py, and the tests of tests/gpu/test_gpu_torch.py.
+Prints a table: per subject and group, how many cases ran, how many failed, the worst error as a fraction of what is
+allowed, and the seconds.  `--sweep` adds every combination of ragged extents and majors.  Kernels are compiled first,
+in as many processes as there are cores.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -18,12 +20,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/gpu")]
 
 import gpu_cases  # noqa: E402
 import gpu_checks  # noqa: E402
+import gpu_compile  # noqa: E402
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from codalang.lower import run  # noqa: E402
 
 LINE = "{subject:36} {group:11} {cases:>6} cases {failed:>5} failed  worst {worst:5.3f}  {seconds:6.1f} s"
-GROUPS = ("ragged", "empty", "near limit", "llama", "huge")
+GROUPS = ("ragged", "empty", "near limit", "tilings", "llama", "huge")
 
 
 def main() -> None:
@@ -32,6 +36,7 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", choices=list(gpu_cases.GROUPS), default=list(GROUPS))
     parser.add_argument("--sweep", action="store_true", help="add every combination of ragged extents and majors")
     parser.add_argument("--subjects", nargs="+", choices=list(gpu_cases.SOURCES), default=list(gpu_cases.SOURCES))
+    parser.add_argument("--no-torch", dest="torch", action="store_false", help="leave out the PyTorch-level tests")
     parser.add_argument("--show", type=int, default=5, help="failures to print in full, per row")
     parser.add_argument("--out", type=Path, help="folder for check_gpu.json")
     options = parser.parse_args()
@@ -39,8 +44,13 @@ def main() -> None:
         sys.exit("check_gpu.py needs a Hopper GPU (compute capability 9.0)")
     groups = options.groups + (["sweep"] if options.sweep else [])
     subjects = gpu_cases.subjects(options.subjects)
-    rows = [check_row(subject, group, options.show) for group in groups for subject in subjects]
-    rows = [row for row in rows if row["cases"]]
+    compile_kernels([case for group in groups for subject in subjects for case in gpu_cases.GROUPS[group](subject)])
+    rows = []
+    for group in groups:
+        for subject in subjects:
+            if gpu_cases.GROUPS[group](subject):
+                rows.append(check_row(subject, group, options.show))
+    rows += [torch_row()] if options.torch else []
     for row in rows:
         print(LINE.format(**row))
     failed = sum(row["failed"] for row in rows)
@@ -51,6 +61,16 @@ def main() -> None:
     sys.exit(1 if failed else 0)
 
 
+def compile_kernels(cases: list[gpu_cases.Case]) -> None:
+    """Compile ahead what the cases need, and say how long it took."""
+    begin = time.perf_counter()
+    specs = gpu_compile.kernels(cases)
+    tiles = Counter("{}x{}".format(*spec.config.tile) if spec.config else "hosted" for spec in specs)
+    gpu_compile.compile_all(specs)
+    counts = ", ".join(f"{count} of {tile}" for tile, count in tiles.most_common())
+    print(f"{len(specs)} kernels ({counts}) in {time.perf_counter() - begin:.0f} s", flush=True)
+
+
 def check_row(subject: gpu_cases.Subject, group: str, show: int) -> dict:
     """Run one group of one subject."""
     begin = time.perf_counter()
@@ -58,7 +78,7 @@ def check_row(subject: gpu_cases.Subject, group: str, show: int) -> dict:
     failures: list[str] = []
     worst = 0.0
     for case in cases:
-        findings = gpu_checks.check(case, run, allocator=run)
+        findings = judged(case)
         worst = max([worst, *(f.error / f.allowed for f in findings if f.allowed)])
         if bad := [str(f) for f in findings if not f.ok]:
             failures.append("; ".join(bad))
@@ -73,6 +93,33 @@ def check_row(subject: gpu_cases.Subject, group: str, show: int) -> dict:
         "seconds": time.perf_counter() - begin,
         "failures": failures,
     }
+
+
+def judged(case: gpu_cases.Case) -> list[gpu_checks.Finding]:
+    """The findings of a case; an exception is one.  Ends the process where the device no longer answers."""
+    try:
+        return gpu_checks.check(case, run, allocator=run)
+    except Exception as error:
+        finding = gpu_checks.Finding(case, "*", fault=f"{type(error).__name__}: {error}")
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        sys.exit(f"FAILED {finding}\nthe device is lost: nothing more can be checked in this process")
+    return [finding]
+
+
+def torch_row() -> dict:
+    """Run the PyTorch-level tests."""
+    begin = time.perf_counter()
+    counter = Counter()
+
+    class Count:
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            counter[report.outcome] += report.when == "call" or report.outcome == "failed"
+
+    pytest.main(["-q", "--tb=short", "-p", "no:cacheprovider", str(ROOT / "tests/gpu/test_gpu_torch.py")], [Count()])
+    row = {"subject": "PyTorch calls", "group": "torch", "cases": counter.total(), "failed": counter["failed"]}
+    return row | {"worst": 0.0, "seconds": time.perf_counter() - begin, "failures": []}
 
 
 if __name__ == "__main__":

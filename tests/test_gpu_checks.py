@@ -46,9 +46,7 @@ class StandIn:
         width = e.params[0].type.width or 1
         return self._run(e, {e.params[0].name: accumulator, **inputs}, a.dtype, (len(a), int(len(b) / width)), inputs)
 
-    def hosted(
-        self, e: Epilogue, inputs: Mapping[str, Tensor], *, extents: tuple[int, int] | None = None
-    ) -> Results:
+    def hosted(self, e: Epilogue, inputs: Mapping[str, Tensor], *, extents: tuple[int, int] | None = None) -> Results:
         assert e.accumulator is not None
         return self._run(e, inputs, inputs[e.accumulator.name].dtype, extents, inputs)
 

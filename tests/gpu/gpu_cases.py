@@ -58,6 +58,9 @@ LLAMA_8B = {
     "residual_rms": (8192, 4096, 14336),
 }
 
+# Per epilogue, the size of its tiles at which products (of gate and up) and sums come near the largest f16.
+NEAR_LIMIT = {"swiglu": (150.0,), "scaled_swiglu": (150.0,), "bias_gelu": (1.5e4,), "residual_rms": (1.5e4,)}
+
 
 @attrs.frozen
 class Subject:
@@ -129,12 +132,7 @@ def pairwise(factors: dict[str, Sequence], seed: int = 0) -> Iterator[dict]:
     """Choices in which every pair of values of two factors occurs, in far fewer rows than the whole product."""
     rng = random.Random(seed)
     names = list(factors)
-    missing = {
-        ((x, u), (y, v))
-        for x, y in itertools.combinations(names, 2)
-        for u in factors[x]
-        for v in factors[y]
-    }
+    missing = {((x, u), (y, v)) for x, y in itertools.combinations(names, 2) for u in factors[x] for v in factors[y]}
     while missing:
         # Start from a missing pair, so that each row makes progress; fill in what covers most of the others.
         choice = dict(min(missing, key=repr))
@@ -166,7 +164,10 @@ def ragged(subject: Subject) -> list[Case]:
         "vector_dtype": ("f32", "same"),
     }
     if subject.on_gemm:
-        factors |= {"k": RAGGED_K, "a": MATRIX_LAYOUTS, "b": MATRIX_LAYOUTS}
+        # With A and B both of equal rows, every element of the accumulator has the same rounding error, and sums of
+        # them are beyond what f32 can do; so B's rows stay distinct.
+        distinct = [layout for layout in MATRIX_LAYOUTS if layout != "expanded rows"]
+        factors |= {"k": RAGGED_K, "a": MATRIX_LAYOUTS, "b": distinct}
     return [Case(subject, **({"k": 0} | choice)) for choice in pairwise(factors)]
 
 
@@ -194,7 +195,14 @@ def empty(subject: Subject) -> list[Case]:
 
 def near_limit(subject: Subject) -> list[Case]:
     """Magnitudes at which f16 outputs come near the largest finite value, 65504, and some pass it."""
-    return [Case(subject, "f16", 129, 1000, 72, magnitude=magnitude) for magnitude in (150.0, 1.5e4)]
+    magnitudes = NEAR_LIMIT.get(subject.name, ())
+    return [Case(subject, "f16", 129, 1000, 72, magnitude=magnitude) for magnitude in magnitudes]
+
+
+def tilings(subject: Subject) -> list[Case]:
+    """Ragged extents from a few tiles to several for each multiprocessor, so that every tiling has its edges tried."""
+    extents = itertools.product((520, 1104, 2104, 3400, 4104, 8008), (40, 1000)) if subject.on_gemm else ()
+    return [Case(subject, "bf16", 1000, *extent, vector_dtype="same") for extent in extents]
 
 
 def llama(subject: Subject) -> list[Case]:
@@ -214,6 +222,7 @@ GROUPS = {
     "sweep": sweep,
     "empty": empty,
     "near limit": near_limit,
+    "tilings": tilings,
     "llama": llama,
     "huge": huge,
 }

@@ -6,7 +6,7 @@ import gpu_cases
 import gpu_checks
 import pytest
 
-GROUPS = ("ragged", "empty", "near limit", "llama", "huge")
+GROUPS = ("ragged", "empty", "near limit", "tilings", "llama", "huge")
 CHOICES = [
     pytest.param(subject, group, id=f"{group}: {subject}")
     for group in GROUPS
@@ -15,14 +15,20 @@ CHOICES = [
 ]
 
 
+def kernels_needed(items: list[pytest.Item]) -> list:
+    """See conftest."""
+    import gpu_compile
+
+    choices = [item.callspec.params for item in items]
+    return gpu_compile.kernels(case for c in choices for case in gpu_cases.GROUPS[c["group"]](c["subject"]))
+
+
 @pytest.mark.parametrize(("subject", "group"), CHOICES)
 def test_kernel(subject: gpu_cases.Subject, group: str) -> None:
     from codalang.lower import run
 
     findings = [
-        finding
-        for case in gpu_cases.GROUPS[group](subject)
-        for finding in gpu_checks.check(case, run, allocator=run)
+        finding for case in gpu_cases.GROUPS[group](subject) for finding in gpu_checks.check(case, run, allocator=run)
     ]
     failures = [str(finding) for finding in findings if not finding.ok]
     assert findings and not failures, f"{len(failures)} of {len(findings)}:\n" + "\n".join(failures[:20])

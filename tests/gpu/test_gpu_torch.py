@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import gpu_cases
@@ -51,6 +52,18 @@ def as_tuple(result: object) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
+def kernels_needed(items: list[pytest.Item]) -> list:
+    """See conftest: forwards and backwards, at all extents, in both dtypes."""
+    import gpu_compile
+
+    with gpu_compile.recorded() as specs:
+        for name, extents, dtype in itertools.product(gpu_cases.SOURCES, EXTENTS, (torch.bfloat16, torch.float16)):
+            inputs = leaves(name, extents, dtype)
+            outputs = as_tuple(call_function(name)(**inputs))
+            torch.autograd.grad(outputs, list(inputs.values()), [torch.empty_like(y) for y in outputs])
+    return list(specs)
+
+
 def truth(name: str, inputs: dict[str, Tensor], cotangents: list[Tensor]) -> list[Tensor]:
     """Gradients in f64 by torch's autograd through the reference."""
     epilogue = gpu_cases.source(name)
@@ -75,9 +88,12 @@ def rounded(name: str, inputs: dict[str, Tensor], cotangents: list[Tensor]) -> l
     values = {key: t for key, t in wide.items() if key not in ("a", "w")}
     accumulator = forward.params[0].name
     results = reference.run(forward, values | {accumulator: wide["a"] @ wide["w"].t()}, storage=storage)
-    original = gpu_cases.source(name).outputs
-    values |= results | {f"d_{o.name}": c for o, c in zip(original, cotangents, strict=True)}
-    given = {p.name: values[p.name] for p in backward.params}
+    cotangent_of = {o.name: c for o, c in zip(gpu_cases.source(name).outputs, cotangents, strict=True)}
+    values |= results
+    given = {
+        parameter: cotangent_of[load.name] if load.source == "cotangent" else values[load.name]
+        for parameter, load in derivative.loads.items()
+    }
     m, n = len(inputs["a"]), len(inputs["w"])
     gradients = reference.run(backward, given, extents=(m, n), storage=storage)
     d_acc = gradients[derivative.gradients[accumulator]].double()

@@ -1,0 +1,168 @@
+"""Exhaustive search of GEMM configurations on a Hopper GPU, beside what the heuristic chooses.
+
+`python benchmarks/search_config.py [--out DIR] [--only REGEX] [--rounds N]`
+
+For each workload of `workloads` every candidate configuration that fits in shared memory is compiled (in parallel
+processes, through the disk cache), then all are timed interleaved with cuBLAS's GEMM alone.  The table shows the best
+few and the heuristic's; the JSON has all.  `codalang/lower/plan.py` is written from these results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import attrs
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import torch  # noqa: E402
+import workloads  # noqa: E402
+from timing import interleaved  # noqa: E402
+
+from codalang.ir.epilogue import Epilogue  # noqa: E402
+from codalang.ir.types import Kind  # noqa: E402
+from codalang.lower import load, plan, run  # noqa: E402
+from codalang.lower.spec import Config, KernelSpec, Operand, loaded_params  # noqa: E402
+
+# (tile, cluster, ping-pong)
+SHAPES = (
+    ((128, 256), (2, 1), False),
+    ((256, 128), (1, 2), False),
+    ((128, 192), (2, 1), False),
+    ((128, 192), (2, 1), True),
+    ((128, 160), (2, 1), True),
+    ((128, 128), (2, 1), True),
+    ((192, 128), (1, 2), True),
+)
+SLABS = ((32, 2, 2), (32, 1, 1), (32, 2, 1), (64, 1, 1), (16, 2, 2), (32, 3, 2))  # subtile, load and store stages
+RASTERS = (8,)
+
+
+@attrs.frozen
+class Job:
+    """One workload: an epilogue on a GEMM of given extents and majors."""
+
+    name: str
+    epilogue: Epilogue
+    m: int
+    n: int
+    k: int
+    majors: tuple[str, str]
+
+    def spec(self) -> KernelSpec:
+        """Its kernel, configuration left open; tiles bf16, vectors f32, as `workloads.make_inputs` makes them."""
+        operand = Operand("bf16", *self.majors)
+        dtypes = tuple("bf16" if p.type.kind is Kind.TILE else "f32" for p in loaded_params(self.epilogue, True))
+        return KernelSpec(self.epilogue, operand, dtypes, ("bf16",) * len(self.epilogue.stores), None)
+
+
+def jobs() -> Iterator[Job]:
+    """Every GEMM workload."""
+    for name, majors in workloads.gemms():
+        m, n, k = workloads.GEMMS[name]
+        yield Job(f"gemm {name} {majors}", workloads.PLAIN, m, n, k, workloads.MAJORS[majors])
+    for name, form in workloads.epilogues():
+        (m, n, k), k_backward = workloads.EPILOGUES[name]
+        derivative = workloads.derived(name)
+        if form == "forward on GEMM":
+            yield Job(f"{name} forward", derivative.forward, m, n, k, ("k", "k"))
+        elif form == "backward on GEMM":
+            columns = int(n * (derivative.backward.params[0].type.width or 1))
+            yield Job(f"{name} backward", derivative.backward, m, columns, k_backward, ("k", "mn"))
+
+
+def candidates(job: Job) -> list[Config]:
+    """Every configuration that fits, with as many stages of the ring as fit."""
+    spec = job.spec()
+    has_loads = any(p.type.kind is Kind.TILE for p, _ in spec.inputs)
+    found = {}
+    for (tile, cluster, ping_pong), (subtile, loads, stores), raster in itertools.product(SHAPES, SLABS, RASTERS):
+        loads *= has_loads
+        warps_rows = tile[0] // 64 // (1 if ping_pong else 2)
+        if tile[1] % subtile or (loads and (tile[1] // subtile * warps_rows) % loads):
+            continue
+        config = Config(tile, cluster, ping_pong, 0, subtile, loads, stores, raster)
+        left = plan.SMEM_CAPACITY - plan.shared_bytes(spec, config)
+        stages = min(plan.MAX_STAGES, left // plan.ring_stage_bytes(tile))
+        if stages >= 3:
+            found[attrs.evolve(config, stages=stages)] = None
+    return list(found)
+
+
+def _compile(spec: KernelSpec) -> str | None:
+    try:
+        load.library(spec)
+    except Exception as error:  # a candidate that does not compile is a result too
+        return f"{type(error).__name__}: {error}"[:200]
+    return None
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=re.compile, default=re.compile(""))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    chosen = [job for job in jobs() if options.only.search(job.name)]
+    specs = [attrs.evolve(job.spec(), config=c) for job in chosen for c in candidates(job)]
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        failures = {s: why for s, why in zip(specs, pool.map(_compile, specs), strict=True) if why}
+    print(f"{len(specs)} kernels compiled, {len(failures)} failed: {sorted(set(failures.values()))}", flush=True)
+    results = []
+    for job in chosen:
+        results += _search(job, options.rounds, failures)
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "search.json").write_text(json.dumps(results, indent=1))
+
+
+def _search(job: Job, rounds: int, failures: dict[KernelSpec, str]) -> list[dict[str, object]]:
+    spec = job.spec()
+    a = workloads.operand(job.m, job.k, job.majors[0])
+    b = workloads.operand(job.n, job.k, job.majors[1], job.k**-0.5)
+    base = job.epilogue.params[0].type.width or 1
+    inputs = workloads.make_inputs(job.epilogue, job.m, int(job.n / base))
+    heuristic = plan.choose(spec, job.m, job.n)
+    configs = [c for c in candidates(job) if attrs.evolve(spec, config=c) not in failures]
+    calls = {str(c): (lambda c=c: run.gemm(job.epilogue, a, b, inputs, config=c)) for c in configs}
+    calls["heuristic"] = lambda: run.gemm(job.epilogue, a, b, inputs)
+    calls["cublas"] = lambda: torch.matmul(a, b.t())
+    times = interleaved(calls, rounds=rounds, warm_up=1)
+    cublas = times["cublas"].median
+    rows = [
+        {"job": job.name, "config": attrs.asdict(c), "ratio": round(cublas / times[str(c)].median, 4)} for c in configs
+    ]
+    rows.append({"job": job.name, "config": "heuristic", "ratio": round(cublas / times["heuristic"].median, 4)})
+    print(f"\n{job.name}: cublas {cublas:.3f} ms, heuristic {rows[-1]['ratio']:.3f} {_short(heuristic)}")
+    best = sorted(zip(configs, rows, strict=False), key=lambda pair: -float(str(pair[1]["ratio"])))
+    for config, row in best[:5]:
+        print(f"   {row['ratio']:.3f} {_short(config)}")
+    by_shape: dict[str, float] = {}
+    for config, row in best:
+        shape = f"{config.tile[0]}x{config.tile[1]}{'pp' if config.ping_pong else 'co'}"
+        by_shape.setdefault(shape, float(str(row["ratio"])))
+    print("   " + "  ".join(f"{s} {r:.3f}" for s, r in by_shape.items()), flush=True)
+    return rows
+
+
+def _short(c: Config) -> str:
+    schedule = "pp" if c.ping_pong else "co"
+    return (
+        f"{c.tile[0]}x{c.tile[1]} {schedule} cluster {c.cluster} stages {c.stages} sub {c.subtile} "
+        f"load {c.load_stages} store {c.store_stages}"
+    )
+
+
+if __name__ == "__main__":
+    main()

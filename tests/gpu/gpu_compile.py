@@ -1,0 +1,52 @@
+"""Compiles the kernels of many cases ahead, in parallel processes: one takes seconds, and there are hundreds.
+
+Which kernel a case needs is asked of `codalang.lower.run` itself: it is called with uninitialized tensors, and with a
+recorder where it would get the compiled function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import gpu_checks
+from gpu_cases import Case
+
+from codalang.lower import run
+from codalang.lower.load import library
+from codalang.lower.spec import KernelSpec
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[dict[KernelSpec, None]]:
+    """Kernels that `run` would launch, each once, in order; none is compiled or launched."""
+    specs: dict[KernelSpec, None] = {}
+
+    def function(spec: KernelSpec) -> Callable[..., None]:
+        specs.setdefault(spec)
+        return lambda *arguments: None
+
+    original = run.function
+    run.function = function
+    try:
+        yield specs
+    finally:
+        run.function = original
+
+
+def kernels(cases: Iterable[Case], device: str = "cuda") -> list[KernelSpec]:
+    """The kernels that the cases need."""
+    with recorded() as specs:
+        for case in cases:
+            gpu_checks.run_case(case, gpu_checks.make_inputs(case, device, contents=False), run)
+    return list(specs)
+
+
+def compile_all(specs: Iterable[KernelSpec], processes: int | None = None) -> None:
+    """Bring kernels into the disk cache.  Raises the first process's error where one does not compile."""
+    with ProcessPoolExecutor(processes or os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        for _ in pool.map(library, specs):
+            pass
