@@ -133,7 +133,7 @@ def _search(job: Job, rounds: int, failures: dict[KernelSpec, str]) -> list[dict
     b = workloads.operand(job.n, job.k, job.majors[1], job.k**-0.5)
     base = job.epilogue.params[0].type.width or 1
     inputs = workloads.make_inputs(job.epilogue, job.m, int(job.n / base))
-    heuristic = plan.choose(spec, job.m, job.n)
+    heuristic = plan.choose(spec, job.m, job.n, job.k)
     configs = [c for c in candidates(job) if attrs.evolve(spec, config=c) not in failures]
     calls = {str(c): (lambda c=c: run.gemm(job.epilogue, a, b, inputs, config=c)) for c in configs}
     calls["heuristic"] = lambda: run.gemm(job.epilogue, a, b, inputs)

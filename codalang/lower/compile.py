@@ -24,8 +24,9 @@ from typing import Any
 
 import attrs
 
-from codalang.errors import CodaCompileError
+from codalang.errors import CodaCompileError, CodaUnsupportedError
 from codalang.lower.codegen import generate
+from codalang.lower.plan import SMEM_CAPACITY, shared_bytes
 from codalang.lower.spec import KernelSpec
 
 ARCH = "sm_90a"
@@ -63,6 +64,8 @@ def compile_object(spec: KernelSpec, path: Path, *, keep_ptx: bool = False) -> R
         with _captured_output() as log:
             compiled = cute.compile(kernel, *arguments, options=options)
             compiled.export_to_c(object_file_path=str(path), function_name=ENTRY)
+    except CodaUnsupportedError:
+        raise
     except Exception as error:
         raise CodaCompileError(
             f"the device compiler failed on `{spec.epilogue.name}`: {type(error).__name__}: {error}",
@@ -127,9 +130,7 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
     inputs = tuple(tensor(i.dtype, aligned=aligned) if i.kind == "tile" else vector(i.dtype) for i in body.INPUTS)
     outputs = tuple(tensor(t.dtype, aligned=aligned) for t in body.TILES)
     outputs += tuple(
-        cute.runtime.make_fake_tensor(
-            cutlass.Float32, (cute.sym_int(), cute.sym_int()), (int64(), 1), assumed_align=4
-        )
+        cute.runtime.make_fake_tensor(cutlass.Float32, (cute.sym_int(), cute.sym_int()), (int64(), 1), assumed_align=4)
         for _ in body.PARTIALS
     )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
@@ -140,7 +141,9 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
     from codalang.lower.sm90 import GemmKernel
 
     operand = spec.operand
-    assert spec.config is not None
+    if spec.config is None or shared_bytes(spec, spec.config) > SMEM_CAPACITY:
+        # the launcher would only print a line before a launch that cannot succeed
+        raise CodaUnsupportedError(f"`{spec.epilogue.name}` does not fit in shared memory with {spec.config}")
     kernel = GemmKernel(body, spec.config, operand.dtype, operand.a_major, operand.b_major)
     a, b = tensor(operand.dtype, operand.a_major), tensor(operand.dtype, operand.b_major)
     return kernel, [a, b, inputs, outputs, cutlass.Int32(1), stream]

@@ -1,8 +1,14 @@
 """Choosing a GEMM configuration: a heuristic from shapes, dtypes and what the epilogue moves.  No tuning.
 
-Shared memory is the budget: the A/B ring wants three stages or more of (tile_m + tile_n) * 128 bytes, tile inputs and
-outputs want slabs beside it.  `choose` walks a short list of tilings, best for large problems first, and takes the
-first that gives enough tiles to fill the GPU and fits.
+Shared memory is the budget: the A/B ring wants enough stages of (tile_m + tile_n) * 128 bytes to cover the latency of
+memory, tile inputs and outputs want slabs beside it.  Among the tilings that fit, `choose` takes the one whose
+estimated time is least:
+
+    waves * (cycles of a tile's mainloop + cycles of its epilogue that nothing hides)
+
+Wave quantization and the exposed epilogue decide nearly everything (measured with benchmarks/search_config.py on an
+H200): a cooperative tile of 128x256 is best where K is long, ping-pong tiles of 192x128 where the epilogue is a
+visible part of the tile's time, smaller tiles where there are too few large ones to fill the GPU.
 """
 
 from __future__ import annotations
@@ -17,38 +23,51 @@ from codalang.ir.types import Kind
 from codalang.lower.spec import DTYPE_BYTES, Config, KernelSpec, relative_width
 
 SMEM_CAPACITY = 232_448  # bytes of shared memory that one CTA of SM90 can have
-SMEM_RESERVE = 5 * 1024  # barriers, and the alignment of each buffer to 1024 bytes
+SMEM_RESERVE = 4 * 1024  # barriers, and the alignment of each buffer to 1024 bytes
 MAX_STAGES = 8
 CONSUMER_WARPS = 8
 SLAB_ROWS = 16
-
-# An H200 has 132 SMs; a grid of fewer tiles leaves SMs idle, and smaller tiles serve better.
-SMS = 132
+SMS = 132  # of an H100 or H200 SXM
+MULTIPLIES_PER_CYCLE = 2048  # of one SM: dense bf16 or f16 wgmma
 
 
 @attrs.frozen
 class Tiling:
-    """A candidate: tile, cluster, ping-pong, and how many A/B stages it needs to keep the tensor cores fed."""
+    """A candidate tile, cluster and schedule.
+
+    Attributes:
+        least_stages: A/B stages that keep the tensor cores fed.
+        efficiency: fraction of the tensor cores' peak that its mainloop reaches: small tiles wait for L2.
+    """
 
     tile: tuple[int, int]
     cluster: tuple[int, int]
     ping_pong: bool
     least_stages: int
+    efficiency: float
 
 
-# Largest first: the fewest bytes from L2 per multiplication.
 TILINGS = (
-    Tiling((128, 256), (2, 1), False, 3),
-    Tiling((128, 192), (2, 1), False, 3),
-    Tiling((128, 128), (2, 1), True, 4),
-    Tiling((128, 128), (1, 1), False, 4),
-    Tiling((64, 128), (1, 1), True, 4),
-    Tiling((64, 64), (1, 1), True, 4),
+    Tiling((128, 256), (2, 1), False, 3, 1.0),
+    Tiling((256, 128), (1, 2), False, 3, 1.0),
+    Tiling((192, 128), (1, 2), True, 4, 0.995),
+    Tiling((128, 192), (2, 1), True, 4, 0.99),
+    Tiling((128, 128), (2, 1), True, 4, 0.92),
+    Tiling((128, 128), (1, 1), False, 4, 0.85),
+    Tiling((64, 128), (1, 1), True, 4, 0.6),
+    Tiling((64, 64), (1, 1), True, 4, 0.4),
 )
 
+# Estimated cycles of a cooperative 128x256 tile's epilogue per byte and accumulator column, and per op.
+CYCLES_PER_STORED_BYTE = 400.0
+CYCLES_PER_LOADED_BYTE = 800.0
+CYCLES_PER_OP = 60.0
+TILE_START_CYCLES = 800.0  # from the last wgmma of a tile to the first of the next
+HIDDEN = 0.9  # part of an epilogue that ping-pong hides under the other team's mainloop
 
-def choose(spec: KernelSpec, m: int, n: int) -> Config:
-    """The configuration for an accumulator of m rows and n columns; `spec.config` is ignored.
+
+def choose(spec: KernelSpec, m: int, n: int, k: int) -> Config:
+    """The configuration for an accumulator of m rows and n columns over k; `spec.config` is ignored.
 
     Raises CodaUnsupportedError where the epilogue's slabs fit in no tiling.
     """
@@ -59,36 +78,66 @@ def choose(spec: KernelSpec, m: int, n: int) -> Config:
             spec.epilogue.loc,
             hint="store fewer tiles, or narrower ones, per epilogue",
         )
-    for tiling, config in fitting:
-        if _tiles(tiling, m, n) >= SMS and config.stages >= tiling.least_stages:
-            return config
-    return fitting[-1][1]
+    return min(fitting, key=lambda pair: _cycles(spec, *pair, m, n, k))[1]
 
 
-def _tiles(tiling: Tiling, m: int, n: int) -> int:
-    return -(-m // tiling.tile[0]) * -(-n // tiling.tile[1])
+def _cycles(spec: KernelSpec, tiling: Tiling, config: Config, m: int, n: int, k: int) -> float:
+    """Estimated cycles of the whole GEMM."""
+    area = tiling.tile[0] * tiling.tile[1]
+    mainloop = area * max(k, 64) / (MULTIPLIES_PER_CYCLE * tiling.efficiency)
+    mainloop /= min(1.0, config.stages / tiling.least_stages)
+    epilogue = _epilogue_cycles(spec) * area / (128 * 256)
+    # two teams share the SM: a tile costs what the tensor cores or, if longer, one of two epilogues takes
+    exposed = max((1 - HIDDEN) * epilogue, epilogue / 2 - mainloop) if tiling.ping_pong else epilogue
+    clusters = -(-m // (tiling.tile[0] * tiling.cluster[0])) * -(-n // (tiling.tile[1] * tiling.cluster[1]))
+    waves = -(-clusters // (SMS // (tiling.cluster[0] * tiling.cluster[1])))
+    start = TILE_START_CYCLES * (0.25 if tiling.ping_pong else 1.0)
+    return waves * (mainloop + exposed + start)
+
+
+def _epilogue_cycles(spec: KernelSpec) -> float:
+    """Cycles of the epilogue of a 128x256 tile, were nothing else running."""
+    loads, stores = _slab_widths(spec)
+    return (
+        CYCLES_PER_LOADED_BYTE * float(sum(loads))
+        + CYCLES_PER_STORED_BYTE * float(sum(stores))
+        + CYCLES_PER_OP * len(spec.epilogue.nodes)
+    )
+
+
+# Sub-tile columns, load stages and store stages, best first: a deeper ring is worth more than deeper slabs.
+SLABS = ((32, 2, 2), (32, 2, 1), (32, 1, 1), (16, 2, 2), (16, 1, 1))
 
 
 def _configurations(spec: KernelSpec, tiling: Tiling) -> Iterator[Config]:
     """The best division of shared memory for a tiling, if any: stages of the ring come first, then slabs."""
-    widths = _slab_widths(spec)
-    loads, stores = widths
-    for subtile in (32, 16):
-        for slab_stages in (2, 1):
-            slabs = slab_stages * subtile * SLAB_ROWS * CONSUMER_WARPS * (sum(loads) + sum(stores))
-            left = SMEM_CAPACITY - SMEM_RESERVE - int(slabs) - vector_bytes(spec, tiling)
-            stages = min(MAX_STAGES, left // ring_stage_bytes(tiling.tile))
-            if stages >= tiling.least_stages or (stages >= 2 and subtile == 16 and slab_stages == 1):
-                yield Config(
-                    tiling.tile,
-                    tiling.cluster,
-                    tiling.ping_pong,
-                    stages,
-                    subtile,
-                    slab_stages if loads else 0,
-                    slab_stages if stores else 0,
-                )
-                return
+    has_loads = any(p.type.kind is Kind.TILE for p, _ in spec.inputs)
+    has_stores = bool(spec.stores)
+    for subtile, loads, stores in SLABS:
+        loads, stores = loads * has_loads, stores * has_stores
+        config = Config(tiling.tile, tiling.cluster, tiling.ping_pong, 0, subtile, loads, stores)
+        left = SMEM_CAPACITY - shared_bytes(spec, config)
+        stages = min(MAX_STAGES, left // ring_stage_bytes(tiling.tile))
+        if stages >= tiling.least_stages or (stages >= 2 and (subtile, loads, stores) == (16, has_loads, has_stores)):
+            yield attrs.evolve(config, stages=stages)
+            return
+
+
+def shared_bytes(spec: KernelSpec, config: Config) -> int:
+    """Shared memory of a GEMM kernel, bytes: ring, slabs, staged rows, scratch of reductions over rows, reserve."""
+    loads, stores = _slab_widths(spec)
+    slabs = config.load_stages * sum(loads) + config.store_stages * sum(stores)
+    teams = 2 if config.ping_pong else 1
+    rows = sum(relative_width(spec.epilogue, p) for p, _ in spec.inputs if p.type.kind is Kind.ROW)
+    sums = sum(relative_width(spec.epilogue, r) for r in spec.epilogue.reductions if r.type.kind is Kind.ROW)
+    scalars = sum(r.type.kind is Kind.SCALAR for r in spec.epilogue.reductions)
+    return (
+        config.stages * ring_stage_bytes(config.tile)
+        + int(slabs * config.subtile * SLAB_ROWS * CONSUMER_WARPS)
+        + int(4 * config.tile[1] * (2 * teams * rows + CONSUMER_WARPS * sums))
+        + 4 * CONSUMER_WARPS * scalars
+        + SMEM_RESERVE
+    )
 
 
 def ring_stage_bytes(tile: tuple[int, int]) -> int:
@@ -103,12 +152,3 @@ def _slab_widths(spec: KernelSpec) -> tuple[list[Fraction], list[Fraction]]:
     ]
     stores = [relative_width(spec.epilogue, s) * DTYPE_BYTES[dtype] for s, dtype in spec.stores]
     return loads, stores
-
-
-def vector_bytes(spec: KernelSpec, tiling: Tiling) -> int:
-    """Staged rows (two buffers per team) and the scratch of reductions over rows."""
-    teams = 2 if tiling.ping_pong else 1
-    rows = sum(relative_width(spec.epilogue, p) for p, _ in spec.inputs if p.type.kind is Kind.ROW)
-    sums = sum(relative_width(spec.epilogue, r) for r in spec.epilogue.reductions if r.type.kind is Kind.ROW)
-    scalars = sum(r.type.kind is Kind.SCALAR for r in spec.epilogue.reductions)
-    return int(4 * tiling.tile[1] * (2 * teams * rows + CONSUMER_WARPS * sums)) + 4 * CONSUMER_WARPS * scalars

@@ -83,7 +83,7 @@ def gemm(
         tuple(call.store_dtypes),
         None,
     )
-    chosen = config or _chosen(spec, m, n)
+    chosen = config or _chosen(spec, m, n, a.shape[1])
     outputs = call.allocate(-(-m // chosen.tile[0]), -(-n // chosen.tile[1]), aligned=True)
     launch = function(attrs.evolve(spec, config=chosen))
     clusters = max(1, _sms(a.device) // (chosen.cluster[0] * chosen.cluster[1]))
@@ -298,8 +298,8 @@ def _padded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen(spec: KernelSpec, m: int, n: int) -> plan.Config:
-    return plan.choose(spec, m, n)
+def _chosen(spec: KernelSpec, m: int, n: int, k: int) -> plan.Config:
+    return plan.choose(spec, m, n, k)
 
 
 @functools.cache
