@@ -8,14 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from codalang.cli import main
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+README = (ROOT / "README.md").read_text()
 LIBRARY = sorted((ROOT / "stdlib").glob("*.coda"))
 
 
 def canonical(requirement: str) -> str:
     """A requirement's distribution name, as indexes compare names."""
     return re.sub(r"[-_.]+", "-", re.split(r"[<>=!~\[ ;]", requirement)[0]).lower()
+
+
+def blocks(language: str) -> list[str]:
+    """The README's fenced blocks of a language."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [text for name, text in fenced if name == language]
 
 
 def test_every_package_is_packaged() -> None:
@@ -42,7 +51,33 @@ def test_every_dependency_is_pinned() -> None:
 def test_ci_runs_the_readme_s_test_command() -> None:
     commands = [line for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("make")]
     assert commands == ["make test"]
-    assert re.search(r"^ *make test\b", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert blocks("")[1].splitlines() == ["make demo", "make test"]
+
+
+def test_the_readme_shows_the_example_and_its_real_backward(capsys: pytest.CaptureFixture[str]) -> None:
+    example = ROOT / "examples/layer.coda"
+    assert main(["grad", str(example)]) == 0
+    assert {example.read_text(), capsys.readouterr().out} == set(blocks("coda"))
+
+
+def test_the_readme_s_python_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    (code,) = blocks("python")
+    exec(compile(code, "README.md", "exec"), {})
+    assert "epilogue swiglu_backward(" in capsys.readouterr().out
+
+
+def test_the_readme_lists_the_commands_and_the_library(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    commands = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    assert commands == re.findall(r"^\| `codalang (\w+)", README, re.MULTILINE)
+    assert sorted(re.findall(r"^\| \[`(\w+)`\]", README, re.MULTILINE)) == [path.stem for path in LIBRARY]
+
+
+def test_links_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=lambda path: path.stem)
