@@ -28,7 +28,8 @@ from codalang.ir.infer import infer
 from codalang.ir.types import SCALAR, Dtype, Kind, ValueType
 
 _BOOL = ValueType(Kind.SCALAR, None, Dtype.BOOL)
-_COMMUTATIVE = frozenset({"add", "mul", "min", "max", "eq", "ne", "and", "or"})
+# Not min and max: which zero they answer may depend on the order.
+_COMMUTATIVE = frozenset({"add", "mul", "eq", "ne", "and", "or"})
 # Exponents for which a power of two and its reciprocal are normal in f32.
 _EXPONENTS = range(-125, 126)
 

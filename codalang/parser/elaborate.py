@@ -25,7 +25,7 @@ from codalang.parser.names import locate, suggestion
 from codalang.parser.syntax import Span, Word
 
 # Steps taken inside `fn`s, per epilogue.  f(x) = g(g(x)), g(x) = h(h(x)), ... doubles with every line.
-INLINING_LIMIT = 1_000_000
+INLINING_LIMIT = 250_000
 
 _DTYPE_NAMES = {
     "float32": "f32",
