@@ -18,7 +18,7 @@ from codalang.ir.printer import print_epilogue
 from codalang.ir.simplify import simplify
 
 # The configuration depends on the size of the problem; a large one is what kernels are made for.
-ROWS, COLUMNS = 8192, 8192
+ROWS, COLUMNS, DEPTH = 8192, 8192, 4096
 
 _STAGES = ("ir", "backward", "cutedsl", "ptx")
 
@@ -76,10 +76,10 @@ def _emit(epilogue: Epilogue, options: argparse.Namespace) -> list[tuple[str, st
 def _specs(epilogue: Epilogue, options: argparse.Namespace) -> list[Any]:
     """The forward's kernel, and the backward's where asked for.  With a backward, the forward is the one that saves."""
     if not options.backward:
-        return [forward_spec(simplify(epilogue), options.dtype, ROWS, COLUMNS)]
+        return [forward_spec(simplify(epilogue), options.dtype, ROWS, COLUMNS, DEPTH)]
     derivative = derived(epilogue)
     return [
-        forward_spec(derivative.forward, options.dtype, ROWS, COLUMNS),
+        forward_spec(derivative.forward, options.dtype, ROWS, COLUMNS, DEPTH),
         backward_spec(derivative, options.dtype),
     ]
 

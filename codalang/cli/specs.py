@@ -26,8 +26,8 @@ from codalang.lower.spec import KernelSpec, Operand, loaded_params
 DTYPES = ("bf16", "f16")
 
 
-def forward_spec(epilogue: Epilogue, dtype: str, rows: int, columns: int) -> KernelSpec:
-    """The kernel of an epilogue on a GEMM whose accumulator is rows x columns.
+def forward_spec(epilogue: Epilogue, dtype: str, rows: int, columns: int, depth: int) -> KernelSpec:
+    """The kernel of an epilogue on a GEMM whose accumulator is rows x columns, and whose K is `depth`.
 
     Raises CodaCallError where no GEMM can host it, CodaUnsupportedError where no kernel covers it.
     """
@@ -39,7 +39,7 @@ def forward_spec(epilogue: Epilogue, dtype: str, rows: int, columns: int) -> Ker
     inputs = tuple(param_dtype(p, dtype) for p in loaded_params(epilogue, True))
     stores = tuple(output_dtype(s, dtype) for s in epilogue.stores)
     spec = KernelSpec(epilogue, Operand(dtype, "k", "k"), inputs, stores, None)
-    return attrs.evolve(spec, config=choose(spec, rows, columns))
+    return attrs.evolve(spec, config=choose(spec, rows, columns, depth))
 
 
 def backward_spec(derivative: Derivative, dtype: str) -> KernelSpec:
