@@ -29,8 +29,10 @@ from codalang.errors import CodaNameError, CodaUnsupportedError, Source
 from codalang.ir import module as ir
 from codalang.ir.epilogue import Epilogue
 from codalang.ir.printer import print_epilogue
+from codalang.ir.simplify import simplify
 from codalang.torch import opaque
 from codalang.torch.autograd import Operator, Plan, invoke
+from codalang.torch.execute import is_autocast_on
 from codalang.torch.signature import Binding, Extent, Signature, Value, bind, check, key
 
 # More shapes than this are not remembered at once: a training run with a new sequence length in every step.
@@ -42,7 +44,7 @@ class Hosting:
 
     def __init__(self, epilogue: Epilogue, on_gemm: bool, text: Callable[[], str]) -> None:
         self.signature = Signature(epilogue, on_gemm)
-        self.operator = Operator(epilogue, on_gemm)
+        self.operator = Operator(simplify(epilogue), on_gemm)
         self._text = text
         self._count = len(self.signature.names)
         self._plans: dict[object, tuple[Binding, Plan]] = {}
@@ -114,7 +116,7 @@ def _autocast(values: list[Any]) -> None:
     """Cast `a` and `w` as torch.matmul would."""
     for slot in (0, 1):
         value = values[slot]
-        if isinstance(value, Tensor) and torch.is_autocast_enabled(value.device.type):
+        if isinstance(value, Tensor) and is_autocast_on(value.device):
             if value.dtype.is_floating_point and value.dtype is not torch.float64:
                 values[slot] = value.to(torch.get_autocast_dtype(value.device.type))
 
@@ -175,7 +177,7 @@ class EpilogueFunction:
     def derivative(self, wrt: Collection[str] | None = None, cotangents: Collection[str] | None = None) -> Derivative:
         """The derivative for gradients of `wrt` (default: every parameter) from the cotangents of these outputs
         (default: all).  Raises CodaCallError for names that the epilogue does not have."""
-        return derive(self.epilogue, wrt=wrt, cotangents=cotangents)
+        return derive(simplify(self.epilogue), wrt=wrt, cotangents=cotangents)
 
     @functools.cached_property
     def backward(self) -> EpilogueFunction:

@@ -1,0 +1,787 @@
+"""Programs as torch functions: calls and their errors, gradients of any order, and what torch does around them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import codalang
+from codalang.errors import CodaCallError, CodaError, CodaSyntaxError, CodaUnsupportedError
+from codalang.ir import reference
+from codalang.torch import execute
+from codalang.torch.module import EpilogueFunction, Module
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Each kind of input and output, several outputs, something to save that is not an input, every width.
+PROGRAM = """
+epilogue plain(acc: tile[M, N]) { store y: tile[M, N] = acc }
+epilogue scaled(acc: tile[M, N], s: scalar, r: col[M], g: row[N]) {
+    let x = tanh(acc * s)
+    store y: tile[M, N] = x * r + g
+    reduce total: scalar = sum(x * x)
+}
+epilogue halves(acc: tile[M, 2*N], t: tile[M, N], b: row[2*N]) {
+    let (u, v) = split(acc + b)
+    store y: tile[M, N] = sigmoid(u) * v * t
+    reduce rows: col[M] = sum(u * v)
+    reduce columns: row[N] = sum(t * u)
+}
+epilogue wide(acc: tile[M, N/2], t: tile[M, N]) {
+    store y: tile[M, N] = exp(join(acc, acc * acc) * 0.1) * t
+}
+epilogue forgetful(acc: tile[M, N], t: tile[M, N], unused: row[N]) { store y: tile[M, N] = t * t }
+epilogue stopped(acc: tile[M, N], t: tile[M, N]) { store y: tile[M, N] = stop_gradient(acc * t) }
+epilogue add2(acc: tile[M, N], t: tile[M, N], u: tile[M, N]) { store y: tile[M, N] = acc + t + u }
+epilogue vectors(r: col[M], g: row[N]) { store y: tile[M, N] = sigmoid(r) * g }
+epilogue counts(acc: tile[M, N]) {
+    reduce n: col[M] = sum(1.0)
+    reduce s: scalar = sum(acc)
+}
+epilogue annotated(acc: tile[M, N], t: tile[M, N]: f32) {
+    store y: tile[M, N]: f32 = acc * t
+    reduce s: col[M]: bf16 = sum(acc)
+}
+epilogue copies(acc: tile[M, N], t: tile[M, N]) {
+    store x: tile[M, N] = t
+    store y: tile[M, N] = t
+    store z: tile[M, N] = acc
+}
+"""
+
+STDLIB = ("swiglu", "bias_gelu", "residual_rms", "scaled_swiglu")
+
+
+@pytest.fixture(scope="module")
+def m() -> Module:
+    return codalang.load(PROGRAM)
+
+
+def _function(name: str) -> EpilogueFunction:
+    return codalang.load(name)[name] if name in STDLIB else codalang.load(PROGRAM)[name]
+
+
+def _inputs(
+    function: EpilogueFunction,
+    *,
+    rows: int = 5,
+    columns: int = 6,
+    k: int = 4,
+    lead: tuple[int, ...] | None = None,
+    dtype: torch.dtype = torch.float64,
+    hosted: bool = False,
+    grad: bool = True,
+    seed: int = 0,
+) -> list[torch.Tensor]:
+    """Random values for every argument, in order."""
+    generator = torch.Generator().manual_seed(seed)
+    lead = (rows,) if lead is None else lead
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad)
+
+    values, params = [], function.epilogue.params
+    if not hosted:
+        values += [make(*lead, k), make(int(params[0].type.width * columns), k)]
+        params = params[1:]
+    for param in params:
+        tail = () if param.type.width is None else (int(param.type.width * columns),)
+        values.append(make(*(lead if param.type.kind.has_rows else ()), *tail))
+    return values
+
+
+def _outputs(result) -> list[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+def _by_torch(function: EpilogueFunction, values, *, hosted: bool = False, columns: int = 6) -> list[torch.Tensor]:
+    """The same function by the reference interpreter alone, which torch differentiates."""
+    lead = values[0].shape[:-1]
+    if not hosted:
+        values = [values[0] @ values[1].T, *values[2:]]
+    flat = []
+    for param, value in zip(function.epilogue.params, values, strict=True):
+        tail = value.shape[-1:] if param.type.width is not None else ()
+        flat.append(value.reshape((-1, *tail) if param.type.kind.has_rows else tail))
+    named = {p.name: v for p, v in zip(function.epilogue.params, flat, strict=True)}
+    rows = 1
+    for size in lead:
+        rows *= size
+    results = reference.run(function.epilogue, named, dtype=torch.float64, extents=(rows, columns))
+    return [
+        results[o.name].reshape((*lead, *results[o.name].shape[1:]) if o.type.kind.has_rows else results[o.name].shape)
+        for o in function.epilogue.outputs
+    ]
+
+
+def _close(ours: torch.Tensor, expected: torch.Tensor, bound: float = 1e-12) -> bool:
+    assert ours.shape == expected.shape
+    distance = (ours.double() - expected.double()).norm().item()
+    return distance <= bound * max(expected.double().norm().item(), 1e-300)
+
+
+def _gradients(outputs, values, cotangents) -> tuple[torch.Tensor, ...]:
+    """torch's own, zeros where torch sees no connection."""
+    pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+    if not pairs:
+        return tuple(torch.zeros_like(v) for v in values)
+    outputs, cotangents = zip(*pairs, strict=True)
+    return torch.autograd.grad(outputs, values, cotangents, allow_unused=True, materialize_grads=True)
+
+
+ALL = [*STDLIB, "plain", "scaled", "halves", "wide", "forgetful", "stopped", "add2", "counts", "copies"]
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+
+
+def test_load_by_path_text_and_name(tmp_path):
+    file = tmp_path / "odd name"
+    file.write_text("epilogue f(acc: tile[M, N]) { store y: tile[M, N] = acc }")
+    a, w = torch.randn(3, 4), torch.randn(5, 4)
+    for program in (file, str(ROOT / "stdlib" / "swiglu.coda"), ROOT / "stdlib" / "swiglu.coda", "swiglu", PROGRAM):
+        module = codalang.load(program)
+        assert len(module) >= 1 and set(module) <= set(dir(module)) and list(module) == [module[n].name for n in module]
+    assert torch.equal(codalang.load(file).f(a, w), a @ w.T)
+    assert codalang.load("swiglu") is codalang.load("swiglu")
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("swigl", "did you mean `swiglu`"),
+        ("no/such/file.coda", "cannot read"),
+        ("missing.coda", "cannot read"),
+        ("not a name", "neither a path"),
+        (Path("/"), "cannot read"),
+        (12, "got int"),
+        ("", "neither a path"),
+    ],
+)
+def test_load_what_is_not_there(program, words):
+    with pytest.raises(CodaError, match=words):
+        codalang.load(program)
+
+
+def test_load_a_wrong_program():
+    with pytest.raises(CodaSyntaxError, match=r"<string>:1:"):
+        codalang.load("epilogue f(acc: tile[M, N]) { store }")
+
+
+def test_an_unknown_epilogue(m):
+    assert not hasattr(m, "nothing")
+    with pytest.raises(CodaError, match="defines no epilogue `nothing`; it defines plain, scaled"):
+        _ = m.nothing
+    with pytest.raises(CodaError, match="defines no epilogue"):
+        _ = m["nothing"]
+
+
+def test_import_is_lazy():
+    script = (
+        "import sys, codalang\n"
+        "assert not {'torch', 'cutlass', 'lark'} & set(sys.modules), 'import codalang'\n"
+        "import codalang.cli.text, codalang.cli.kernels, codalang.cli.trial\n"
+        "assert not {'torch', 'cutlass'} & set(sys.modules), 'import codalang.cli'\n"
+        "codalang.load('swiglu')\n"
+        "assert 'cutlass' not in sys.modules, 'load'\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, cwd=ROOT)
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("hosted", [False, True])
+@pytest.mark.parametrize("lead", [(5,), (), (1,), (2, 3), (2, 1, 3)])
+def test_values(name, hosted, lead):
+    function = _function(name)
+    values = _inputs(function, hosted=hosted, lead=lead, grad=False)
+    ours = _outputs((function.hosted if hosted else function)(*values))
+    for mine, expected in zip(ours, _by_torch(function, values, hosted=hosted), strict=True):
+        assert _close(mine, expected) and mine.is_contiguous() and mine.dtype is torch.float64
+
+
+def test_swiglu_by_hand():
+    a, w = torch.randn(2, 3, 8), torch.randn(8, 8)  # F = 4: halves taken for pairs would show
+    acc = a @ w.T
+    gate, up = acc[..., 0::2], acc[..., 1::2]
+    assert _close(codalang.load("swiglu").swiglu(a, w), torch.nn.functional.silu(gate) * up, 1e-6)
+
+
+def test_several_outputs_are_a_named_tuple(m):
+    values = _inputs(m.halves, lead=(2, 3))
+    result = m.halves(*values)
+    assert type(result).__name__ == "halves" and result._fields == ("y", "rows", "columns")
+    assert [tuple(r.shape) for r in result] == [(2, 3, 6), (2, 3), (6,)]
+    assert torch.equal(m.halves(values[0], values[1], b=values[3], t=values[2]).y, result.y)
+
+
+def test_numbers_and_flat_cols(m):
+    a, w, _, r, g = _inputs(m.scaled, lead=(2, 3), grad=False)
+    number = m.scaled(a, w, 0.5, r, g)
+    tensor = m.scaled(a, w, torch.tensor(0.5, dtype=torch.float64), r.reshape(6), g)
+    assert torch.equal(number.y, tensor.y) and torch.equal(number.total, tensor.total)
+    assert not torch.equal(number.y, m.scaled(a, w, 2, r, g).y)  # a number is no part of what is remembered
+
+
+def test_keywords_may_be_called_a_and_w():
+    f = codalang.load("epilogue f(acc: tile[M, N], a: row[N], w: scalar) { store y: tile[M, N] = acc * a + w }").f
+    a, w, row = torch.randn(2, 3), torch.randn(4, 3), torch.randn(4)
+    assert torch.equal(f(a, w, a=row, w=2.0), f(a, w, row, 2.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", STDLIB)
+def test_low_precision_imitates_the_kernel(name, dtype):
+    function = _function(name)
+    values = _inputs(function, rows=16, columns=16, k=64, dtype=dtype, grad=False)
+    acc = values[0].float() @ values[1].float().T
+    named = {p.name: v for p, v in zip(function.epilogue.params, [acc, *values[2:]], strict=True)}
+    storage = reference.Storage(dtype)
+    expected = reference.run(function.epilogue, named, dtype=torch.float32, storage=storage)
+    for output, mine in zip(function.epilogue.outputs, _outputs(function(*values)), strict=True):
+        assert mine.dtype is (dtype if output in function.epilogue.stores else torch.float32)
+        assert torch.equal(mine, expected[output.name])
+
+
+def test_annotated_dtypes(m):
+    a, w = torch.randn(3, 4).bfloat16(), torch.randn(5, 4).bfloat16()
+    result = m.annotated(a, w, torch.randn(3, 5))
+    assert (result.y.dtype, result.s.dtype) == (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("lead", [(0,), (0, 3), (3, 0)])
+def test_no_rows(m, lead):
+    values = _inputs(m.halves, lead=lead)
+    result = m.halves(*values)
+    assert result.y.shape == (*lead, 6) and result.rows.shape == lead
+    gradients = torch.autograd.grad([r.sum() for r in result], values)
+    assert all(torch.equal(g, torch.zeros_like(v)) for g, v in zip(gradients, values, strict=True))
+
+
+def test_no_k(m):
+    values = _inputs(m.halves, k=0)
+    result = m.halves(*values)
+    assert _close(result.y, _by_torch(m.halves, values)[0])
+    assert torch.autograd.grad(result.y.sum(), values)[1].shape == (12, 0)
+
+
+def test_no_columns(m):
+    values = _inputs(m.plain, columns=0)
+    assert m.plain(*values).shape == (5, 0)
+    assert torch.equal(torch.autograd.grad(m.plain(*values).sum(), values)[0], torch.zeros(5, 4, dtype=torch.float64))
+
+
+def test_any_strides(m):
+    values = _inputs(m.halves, lead=(2, 3))
+    odd = [v.detach().mT.contiguous().mT if v.dim() > 1 else torch.stack([v, v], -1)[..., 0].detach() for v in values]
+    odd[2] = torch.stack([odd[2], odd[2]])[0].transpose(0, 1).contiguous().transpose(0, 1)
+    assert any(not o.is_contiguous() for o in odd)
+    odd = [o.requires_grad_() for o in odd]
+    for mine, expected in zip(m.halves(*odd), m.halves(*values), strict=True):
+        assert _close(mine, expected)
+    ours = torch.autograd.grad([o.sum() for o in m.halves(*odd)], odd)
+    expected = torch.autograd.grad([o.sum() for o in m.halves(*values)], values)
+    assert all(_close(o, e) for o, e in zip(ours, expected, strict=True))
+
+
+def test_expanded_inputs(m):
+    a, w, t, b = _inputs(m.halves, grad=False)
+    row = torch.randn(1, 6, dtype=torch.float64, requires_grad=True)
+    y = m.halves(a, w, row.expand(5, 6), b).y
+    assert _close(y, m.halves(a, w, row.detach().expand(5, 6).contiguous(), b).y)
+    assert torch.autograd.grad(y.sum(), row)[0].shape == (1, 6)
+
+
+def test_outputs_are_new_tensors(m):
+    a, w, t = _inputs(m.copies, rows=1, columns=1, grad=False)
+    before = t.clone()
+    x, y, z = m.copies(a, w, t)
+    hosted = m.plain.hosted(t)
+    for result in (x, y, z, hosted):
+        result.add_(1)
+    assert torch.equal(t, before) and torch.equal(x, before + 1) and torch.equal(y, before + 1)
+
+
+def test_hosted_without_an_accumulator(m):
+    r, g = torch.randn(3, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    assert _close(m.vectors.hosted(r, g), torch.sigmoid(r)[:, None] * g)
+    assert m.vectors.hosted(r.expand(2, 3), g).shape == (2, 3, 4)
+    counts = codalang.load("epilogue c(s: scalar) { store y: tile[M, N] = s\nreduce n: scalar = sum(s) }").c
+    result = counts.hosted(2.0, extents=(3, 5))
+    assert torch.equal(result.y, torch.full((3, 5), 2.0)) and result.n.item() == 30
+
+
+# ---- wrong calls -----------------------------------------------------------------------------------------------------
+
+A, W, T, B = torch.zeros(2, 3, 4), torch.zeros(12, 4), torch.zeros(2, 3, 6), torch.zeros(12)
+
+WRONG_CALLS = [
+    ("missing", lambda m: m.halves(A, W, T), r"is missing `b`: row\[2\*N\]", "b"),
+    ("missing a", lambda m: m.halves(), "is missing `a`", "a"),
+    ("too many", lambda m: m.plain(A, W, T), r"`plain\(a, w\)` takes 2 arguments, got 3", "argument 3"),
+    ("unknown", lambda m: m.halves(A, W, T, bias=B), "has no parameter `bias`", "bias"),
+    ("twice", lambda m: m.halves(A, W, T, B, t=T), "got `t` twice", "t"),
+    ("not a tensor", lambda m: m.halves(A, W, T, [1.0]), "`b` of `halves` must be row.*, got list", "b"),
+    ("a number for a tile", lambda m: m.halves(A, W, 1.0, B), "must be tile.*, got the float 1.0", "t"),
+    ("a bool", lambda m: m.scaled(A, W, True, T[..., 0], B), "or a number, got the bool True", "s"),
+    ("None", lambda m: m.halves(A, W, None, B), "got NoneType", "t"),
+    ("K", lambda m: m.plain(A, torch.zeros(6, 5)), r"`a` is \[2, 3, 4\], so K = 4, but `w` is \[6, 5\], so K = 5", "w"),
+    ("w.T", lambda m: m.plain(A, torch.zeros(4, 6)), "pass w.T", "w"),
+    ("w axes", lambda m: m.halves(A, W[0], T, B), r"`w` must be \[2\*N, K\], got shape \[4\]", "w"),
+    ("a axes", lambda m: m.plain(torch.zeros(()), W), r"`a` must be \[..., K\]", "a"),
+    ("w rows", lambda m: m.halves(A, W[:11], T, B), "`w` has 11 rows", "w"),
+    ("odd", lambda m: codalang.load("swiglu").swiglu(A, W[:11]), "splits N columns.*, but `w` makes N = 11", "w"),
+    (
+        "tile columns",
+        lambda m: m.halves(A, W, T[..., :5], B),
+        r"`t` of `halves` is tile\[M, N\], here \[2, 3, 6\] \(M = 6 from `a`, N = 6 from `w`\), got shape \[2, 3, 5\]",
+        "t",
+    ),
+    ("tile lead", lambda m: m.halves(A, W, T.reshape(3, 2, 6), B), r"here \[2, 3, 6\]", "t"),
+    ("flat tile", lambda m: m.halves(A, W, T.reshape(6, 6), B), r"here \[2, 3, 6\]", "t"),
+    ("row", lambda m: m.halves(A, W, T, B[:6]), r"`b` of `halves` is row\[2\*N\], here \[12\]", "b"),
+    ("row hint", lambda m: m.halves(A, W, T, B[None]), "call .reshape", "b"),
+    ("col hint", lambda m: m.scaled(A, W, 1, T[..., :1], B), "call .squeeze", "r"),
+    ("scalar hint", lambda m: m.scaled(A, W, torch.ones(1), T[..., 0], B), "call .reshape", "s"),
+    ("integers", lambda m: m.halves(A, W, T.long(), B), "got torch.int64", "t"),
+    ("complex", lambda m: m.plain(A.cfloat(), W.cfloat()), "got torch.complex64", "a"),
+    ("matmul dtypes", lambda m: m.plain(A, W.double()), "`a` is torch.float32, but `w` is torch.float64", "w"),
+    ("annotation", lambda m: m.annotated(A, W, torch.zeros(2, 3, 12).half()), "declared f32.*got torch.float16", "t"),
+    ("devices", lambda m: m.plain(A, W.to("meta")), "`w` of `plain` is on meta, but `a` is on cpu", "w"),
+    ("sparse", lambda m: m.plain(A, W.to_sparse()), "must be a strided tensor", "w"),
+    ("no accumulator", lambda m: m.vectors(A, W, T, B), "has no accumulator", None),
+    ("undetermined", lambda m: codalang.load("epilogue c(s: scalar) { store y: tile[M, N] = s }").c.hosted(1.0),
+     "determines M", "extents"),
+    ("extents", lambda m: m.plain.hosted(T, extents=(7, 6)), r"extents = \[7, 6\], but `acc` makes M = 6", "extents"),
+    ("hosted lead", lambda m: m.halves.hosted(torch.zeros(2, 3, 12), torch.zeros(5, 6), B), "M = 6 from `acc`", "t"),
+    ("hosted 0-d", lambda m: m.plain.hosted(torch.zeros(())), r"is tile\[M, N\], got shape \[\]", "acc"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "words", "argument"), [c[1:] for c in WRONG_CALLS], ids=[c[0] for c in WRONG_CALLS])
+def test_wrong_calls(m, call, words, argument):
+    with pytest.raises(CodaCallError, match=words) as caught:
+        call(m)
+    assert caught.value.argument == argument
+    assert isinstance(caught.value, TypeError)
+    with pytest.raises(CodaCallError, match=words), torch.no_grad():
+        call(m)  # what is wrong stays wrong
+
+
+def test_a_wrong_name_of_a_derivative(m):
+    with pytest.raises(CodaCallError, match="nothing"):
+        m.plain.derivative(wrt=["nothing"])
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "stopped"])  # not the derivative of its values
+@pytest.mark.parametrize("hosted", [False, True])
+def test_gradcheck(name, hosted):
+    function = _function(name)
+    values = _inputs(function, rows=3, columns=4, k=2, hosted=hosted)
+
+    def run(*values):
+        return tuple(_outputs((function.hosted if hosted else function)(*values)))
+
+    assert torch.autograd.gradcheck(run, values)
+    assert torch.autograd.gradgradcheck(run, values)
+
+
+def _strange_cotangents(outputs, seed: int):
+    """Strided, of stride 0, transposed: what gradcheck never feeds."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    cotangents = []
+    for number, output in enumerate(outputs):
+        shape = output.shape
+        if output.dim() == 2:
+            wide = (noise(*shape, 2)[..., 0], noise(1, shape[1]).expand(shape), noise(shape[1], shape[0]).T)
+        elif output.dim() == 1:
+            wide = (noise(*shape, 2)[..., 0], noise(1).expand(shape), noise(shape[0] + 3)[3:])
+        else:
+            wide = (noise(3)[1],)
+        cotangents.append(wide[(number + seed) % len(wide)])
+    return cotangents
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("hosted", [False, True])
+def test_strange_cotangents(name, seed, hosted):
+    function = _function(name)
+    values = _inputs(function, seed=seed, hosted=hosted)
+    ours = _outputs((function.hosted if hosted else function)(*values))
+    cotangents = _strange_cotangents(ours, seed)
+    before = [c.clone() for c in cotangents]
+    gradients = torch.autograd.grad(ours, values, cotangents)
+    assert all(torch.equal(c, b) for c, b in zip(cotangents, before, strict=True))
+    plain = [v.detach().requires_grad_() for v in values]
+    expected = _gradients(_by_torch(function, plain, hosted=hosted), plain, cotangents)
+    assert all(_close(g, e) for g, e in zip(gradients, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["halves", "scaled", "residual_rms", "copies"])
+def test_missing_cotangents(name):
+    function = _function(name)
+    values = _inputs(function, lead=(2, 3))
+    for chosen in range(len(function.epilogue.outputs)):
+        ours = _outputs(function(*values))[chosen]
+        theirs = _by_torch(function, values)[chosen]
+        gradients = torch.autograd.grad(ours.sin().sum(), values)
+        expected = torch.autograd.grad(theirs.sin().sum(), values, allow_unused=True, materialize_grads=True)
+        assert all(_close(g, e) for g, e in zip(gradients, expected, strict=True))
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (2, 3), (2, 1, 3)])
+@pytest.mark.parametrize("name", ["halves", "scaled", "residual_rms", "scaled_swiglu"])
+def test_gradients_with_leading_dimensions(name, lead):
+    function = _function(name)
+    values = _inputs(function, lead=lead)
+    gradients = torch.autograd.grad([o.sin().sum() for o in _outputs(function(*values))], values)
+    expected = torch.autograd.grad([o.sin().sum() for o in _by_torch(function, values)], values)
+    assert all(_close(g, e) for g, e in zip(gradients, expected, strict=True))
+
+
+def test_one_cotangent_for_two_calls_twice(m):
+    values = _inputs(m.halves)
+    shared = torch.randn(5, 6, dtype=torch.float64)
+    first, second = m.halves(*values).y, m.halves(*values).y
+    once = torch.autograd.grad([first, second], values, [shared, shared], retain_graph=True)
+    again = torch.autograd.grad([first, second], values, [shared, shared])
+    alone = torch.autograd.grad(m.halves(*values).y, values, shared)
+    for one, two, three in zip(once, again, alone, strict=True):
+        assert torch.equal(one, two) and _close(one, 2 * three)
+
+
+def test_only_what_is_needed_is_computed(m, monkeypatch):
+    ran: list[tuple[str, bool, int]] = []
+    real = execute._execute
+
+    def record(job, values, device):
+        ran.append((job.epilogue.name, job.on_gemm, len(job.epilogue.outputs)))
+        return real(job, values, device)
+
+    monkeypatch.setattr(execute, "_execute", record)
+    a, w, t, b = _inputs(m.halves)
+    for frozen, gemms in (((w,), 1), ((a,), 1), ((a, w), 0), ((), 2)):
+        for value in (a, w, t, b):
+            value.requires_grad_(all(value is not f for f in frozen))
+        y = m.halves(a, w, t, b).y
+        ran.clear()
+        y.sum().backward()
+        assert [r for r in ran if r[0] == "matmul"] == [("matmul", True, 1)] * gemms
+        assert len(ran) == gemms + 1 and all((f.grad is None) for f in frozen)
+        for value in (a, w, t, b):
+            value.grad = None
+    # the gradient of a plain matmul's accumulator is the cotangent: no epilogue runs
+    a.requires_grad_()
+    y = m.plain(a, w.requires_grad_())
+    ran.clear()
+    y.sum().backward()
+    assert [r[0] for r in ran] == ["matmul", "matmul"]
+    # without gradients nothing is saved
+    ran.clear()
+    with torch.no_grad():
+        _function("swiglu")(a, w)
+    _function("swiglu")(a, w)
+    assert [r[2] for r in ran] == [1, 2]
+
+
+def test_zero_gradients(m):
+    for function in (m.forgetful, m.stopped):
+        values = _inputs(function)
+        gradients = torch.autograd.grad(function(*values).sum(), values)
+        nothing = values[:2] + values[3:] if function is m.forgetful else values
+        for gradient, value in zip(gradients, values, strict=True):
+            assert gradient.shape == value.shape
+            if any(value is n for n in nothing):
+                assert torch.equal(gradient, torch.zeros_like(value))
+
+
+def test_scalar_parameters_have_gradients(m):
+    a, w, s, r, g = _inputs(m.scaled)
+    y = m.scaled(a, w, s, r, g).y
+    (gradient,) = torch.autograd.grad(y.sum(), s)
+    (expected,) = torch.autograd.grad(_by_torch(m.scaled, [a, w, s, r, g])[0].sum(), s)
+    assert gradient.shape == () and _close(gradient, expected)
+    y = m.scaled(a, w, 0.5, r, g).y  # a number in its place
+    assert len(torch.autograd.grad(y.sum(), (a, w, r, g))) == 4
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize("matmul", DTYPES)
+@pytest.mark.parametrize("first", DTYPES)
+@pytest.mark.parametrize("second", DTYPES)
+def test_gradients_have_the_dtype_of_their_input(m, matmul, first, second):
+    """`add2` has one gradient for three inputs: each must get its own, rounded once."""
+    a, w, t, u = _inputs(m.add2, rows=8, columns=8, k=16, grad=False)
+    values = [a.to(matmul), w.to(matmul), t.to(first), u.to(second)]
+    values = [v.requires_grad_() for v in values]
+    y = m.add2(*values)
+    cotangent = torch.randn(8, 8).to(matmul)
+    gradients = torch.autograd.grad(y, values, cotangent)
+    assert [g.dtype for g in gradients] == [v.dtype for v in values]
+    assert torch.equal(gradients[2], cotangent.to(first)) and torch.equal(gradients[3], cotangent.to(second))
+    exact = cotangent.double() @ values[1].detach().double()
+    assert _close(gradients[0], exact, 2 * torch.finfo(matmul).eps)
+
+    f = codalang.load("epilogue f(acc: tile[M, N], t: row[N], u: row[N]) { store y: tile[M, N] = acc * (t + u) }").f
+    rows = [torch.randn(8).to(d).requires_grad_() for d in (first, second)]
+    one, two = torch.autograd.grad(f(values[0], values[1], *rows), rows, cotangent)
+    assert (one.dtype, two.dtype) == (first, second)
+    acc = values[0].detach().double() @ values[1].detach().double().T
+    exact = (acc * cotangent.double()).sum(0)
+    assert _close(one, exact, 2 * torch.finfo(matmul).eps + torch.finfo(first).eps)
+    assert _close(two, exact, 2 * torch.finfo(matmul).eps + torch.finfo(second).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", STDLIB)
+def test_low_precision_gradients(name, dtype):
+    """Within a few roundings of float64: of the saved value, of d_acc, and of the gradient itself."""
+    function = _function(name)
+    values = _inputs(function, rows=16, columns=32, k=64, dtype=dtype, grad=False)
+    values = [(v * (0.125 if i == 1 else 1)).requires_grad_() for i, v in enumerate(values)]
+    outputs = _outputs(function(*values))
+    exact_values = [v.detach().double().requires_grad_() for v in values]
+    exact = _by_torch(function, exact_values, columns=32)
+    cotangents = [torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o.dtype) for o in outputs]
+    ours = torch.autograd.grad(outputs, values, cotangents)
+    expected = torch.autograd.grad(exact, exact_values, [c.double() for c in cotangents])
+    assert all(g.dtype is dtype for g in ours)
+    assert all(_close(g, e, torch.finfo(dtype).eps) for g, e in zip(ours, expected, strict=True))
+
+
+@pytest.mark.parametrize("hosted", [False, True])
+@pytest.mark.parametrize("name", ["swiglu", "halves", "scaled", "residual_rms", "scaled_swiglu", "wide"])
+def test_second_derivatives_with_strange_cotangents(name, hosted):
+    """The gradient of a gradient, with a cotangent of stride 0, through the values that the forward saved."""
+    function = _function(name)
+
+    def penalty(run, values):
+        outputs = run(values)
+        first = torch.autograd.grad([o.sum() for o in outputs], values, create_graph=True, materialize_grads=True)
+        return torch.autograd.grad(
+            [g.sum() if i % 2 else (g * g).sum() for i, g in enumerate(first) if g.requires_grad],
+            values,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+
+    values = _inputs(function, hosted=hosted)
+    ours = penalty(lambda v: _outputs((function.hosted if hosted else function)(*v)), values)
+    expected = penalty(lambda v: _by_torch(function, v, hosted=hosted), values)
+    assert all(_close(g, e, 1e-11) for g, e in zip(ours, expected, strict=True))
+
+
+def test_third_derivative():
+    swiglu = codalang.load("swiglu").swiglu
+    values = _inputs(swiglu, rows=2, columns=2, k=2)
+
+    def third(run):
+        result = run(values).sin().sum()
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad(result, values[0], create_graph=True)
+            result = (gradient * gradient).sum()
+        return gradient
+
+    assert _close(third(lambda v: swiglu(*v)), third(lambda v: _by_torch(swiglu, v, columns=2)[0]), 1e-11)
+
+
+def test_a_saved_tensor_that_was_written_into_is_noticed():
+    f = codalang.load("epilogue f(acc: tile[M, N]) { let y = exp(acc)\nstore y: tile[M, N] }").f
+    a, w = torch.randn(2, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    y = f(a, w)
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# ---- what torch does around a call -----------------------------------------------------------------------------------
+
+
+def test_no_grad_and_inference_mode():
+    swiglu = codalang.load("swiglu").swiglu
+    values = _inputs(swiglu)
+    expected = swiglu(*values)
+    assert expected.requires_grad
+    with torch.no_grad():
+        assert torch.equal(swiglu(*values), expected) and not swiglu(*values).requires_grad
+    with torch.inference_mode():
+        result = swiglu(*values)
+        assert result.is_inference() and torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant):
+    function = _function("residual_rms")
+    values = _inputs(function)
+
+    def run(*values):
+        return tuple(function(*values))
+
+    ours = (
+        torch.autograd.grad([o.sin().sum() for o in checkpoint(run, *values, use_reentrant=False)], values)
+        if not reentrant
+        else None
+    )
+    if reentrant:
+        leaves = [v.detach().requires_grad_() for v in values]
+        sum(o.sin().sum() for o in checkpoint(run, *leaves, use_reentrant=True)).backward()
+        ours = [v.grad for v in leaves]
+    expected = torch.autograd.grad([o.sin().sum() for o in run(*values)], values)
+    assert all(torch.equal(o, e) for o, e in zip(ours, expected, strict=True))
+
+
+def test_saved_tensor_hooks():
+    swiglu = codalang.load("swiglu").swiglu
+    values = _inputs(swiglu)
+    with torch.autograd.graph.save_on_cpu():
+        y = swiglu(*values)
+    expected = torch.autograd.grad(swiglu(*values).sum(), values)
+    assert all(torch.equal(g, e) for g, e in zip(torch.autograd.grad(y.sum(), values), expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    function = _function("residual_rms")
+    values = [v.detach().float().requires_grad_() for v in _inputs(function, rows=8, columns=8, k=16)]
+    with torch.autocast("cpu", dtype):
+        result = function(*values)
+        inside = torch.autograd.grad([r.sum() for r in result], values, retain_graph=True)
+    explicit = function(values[0].to(dtype), values[1].to(dtype), *values[2:])
+    assert (result.x.dtype, result.h.dtype, result.ss.dtype) == (dtype, dtype, torch.float32)
+    assert all(torch.equal(r, e) for r, e in zip(result, explicit, strict=True))
+    outside = torch.autograd.grad([r.sum() for r in result], values)
+    expected = torch.autograd.grad([r.sum() for r in explicit], values)
+    for one, two, three in zip(inside, outside, expected, strict=True):
+        assert one.dtype is torch.float32 and torch.equal(one, three) and torch.equal(two, three)
+    doubles = _inputs(function)
+    with torch.autocast("cpu", dtype):
+        assert function(*doubles).x.dtype is torch.float64  # as torch.matmul
+
+
+def test_transforms_are_refused_clearly(m):
+    a, w = torch.randn(3, 2, 4), torch.randn(6, 4)
+    with pytest.raises(CodaUnsupportedError, match=r"torch\.func"):
+        torch.vmap(lambda a: m.plain(a, w))(a)
+    with pytest.raises(CodaUnsupportedError, match=r"torch\.func"):
+        torch.func.grad(lambda a: m.plain(a, w).sum())(a)
+    with pytest.raises(CodaUnsupportedError, match="forward-mode"), torch.autograd.forward_ad.dual_level():
+        m.plain(torch.autograd.forward_ad.make_dual(a, a), w)
+
+
+def test_copies_and_pickles(m):
+    a, w = torch.randn(3, 4), torch.randn(6, 4)
+    for thing in (m, m.plain, codalang.load("swiglu")):
+        assert copy.deepcopy(thing) is thing
+    assert torch.equal(pickle.loads(pickle.dumps(m)).plain(a, w), m.plain(a, w))
+    assert torch.equal(pickle.loads(pickle.dumps(m.plain))(a, w), m.plain(a, w))
+
+
+def test_meta_tensors(m):
+    result = m.halves(*(v.detach().to("meta") for v in _inputs(m.halves, lead=(2, 3))))
+    assert [r.device.type for r in result] == ["meta"] * 3 and result.y.shape == (2, 3, 6)
+
+
+def test_source_and_backward_are_programs(m):
+    for name in STDLIB:
+        function = _function(name)
+        for text in (function.source, function.backward.source):
+            (again,) = codalang.load(text)
+            assert codalang.load(text)[again].source == text
+    values = _inputs(m.plain)
+    derivative = m.scaled.derivative(wrt=["r"], cotangents=["y"])
+    assert list(derivative.gradients) == ["r"] and set(derivative.cotangents) <= {"y"}
+    assert m.plain.backward(*values).shape == (5, 6)  # it can be hosted by the matmul that makes its cotangent
+    assert "plain(a, w)" in repr(m.plain) and "plain" in repr(m)
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+def _compiled_inputs(tokens: int):
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = [(2, tokens, 8), (16, 8), (2, tokens, 16), (16,), (2, tokens)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_torch_compile(backend):
+    """No graph break, right values and gradients, and two compilations for any number of sequence lengths."""
+    torch._dynamo.reset()
+    functions = (_function("residual_rms"), codalang.load(PROGRAM).scaled, codalang.load("swiglu").swiglu)
+
+    def program(a, w, res, gamma, r):
+        x, h, ss = functions[0](a * 2, w, res=res, gamma=gamma)
+        y = functions[1](a, w, 0.5, r, gamma)
+        z = functions[2].hosted(h)
+        return (x * h).sum() + ss.sin().sum() + y.y.cos().sum() + y.total + (z * z).sum()
+
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(program, backend=counter, fullgraph=True)
+    for tokens in (3, 4, 6, 9):
+        values = _compiled_inputs(tokens)
+        expected, result = program(*values), compiled(*values)
+        assert _close(result, expected)
+        ours, theirs = torch.autograd.grad(result, values), torch.autograd.grad(expected, values)
+        assert all(_close(o, t) for o, t in zip(ours, theirs, strict=True))
+    assert counter.frame_count <= 2
+
+
+def test_torch_compile_reports_a_wrong_call(m):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda a, w: m.plain(a, w), backend="eager")
+    with pytest.raises(Exception, match="so K = 4, but `w`"):
+        compiled(torch.randn(3, 4), torch.randn(6, 5))
+
+
+def test_torch_compile_without_gradients_saves_nothing():
+    torch._dynamo.reset()
+    texts = []
+
+    def backend(graph, inputs):
+        from torch._dynamo.backends.common import aot_autograd
+
+        def look(graph, inputs):
+            texts.extend(n.args[0] for n in graph.graph.nodes if n.target is torch.ops.codalang.execute.default)
+            return graph.forward
+
+        return aot_autograd(fw_compiler=look)(graph, inputs)
+
+    swiglu = codalang.load("swiglu").swiglu
+    compiled = torch.compile(swiglu, backend=backend, fullgraph=True)
+    a, w = torch.randn(3, 4), torch.randn(6, 4)
+    assert torch.equal(compiled(a, w), swiglu(a, w))
+    assert len(texts) == 1 and "saved" not in texts[0]
+    (again,) = codalang.load(texts[0])  # a traced graph holds the program itself
+    assert again == "swiglu"
+
+
+def test_opcheck():
+    from torch.library import opcheck
+
+    values = [v.detach() for v in _inputs(_function("residual_rms"))]
+    text = _function("residual_rms").source
+    arguments = (text, True, values, 5, 6, torch.float64, [torch.float64] * 3)
+    opcheck(
+        torch.ops.codalang.execute.default, arguments, test_utils="test_faketensor"
+    )  # torch cannot check a schema with dtypes
