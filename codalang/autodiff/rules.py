@@ -52,8 +52,8 @@ def eq(a: Operand, b: Operand) -> Expr:
 
 
 def sign(x: Expr) -> Expr:
-    """1, -1, or x itself where it is neither positive nor negative: 0, or NaN."""
-    return where(lt(0.0, x), 1.0, where(lt(x, 0.0), -1.0, x))
+    """1, -1, or 0 where x is neither positive nor negative (torch has it so for NaN too)."""
+    return where(lt(0.0, x), 1.0, where(lt(x, 0.0), -1.0, 0.0))
 
 
 def lesser(g: Expr, a: Expr, b: Expr) -> Expr:

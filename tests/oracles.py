@@ -1,0 +1,147 @@
+"""What derived gradients are compared with: torch.autograd over the reference, and a bound on rounding errors.
+
+A gradient is a sum of contributions, one per path from an output to the parameter and per element that a broadcast
+repeats.  Two exact-arithmetic-equal ways to compute it differ by rounding in proportion to the sum of the *absolute*
+contributions, not to the gradient, which may cancel to nothing.  `absolute_contributions` computes that sum for each
+element of each parameter: reverse mode with every cotangent and every local derivative replaced by its absolute
+value.  It is written on torch's own local derivatives and shares nothing with the pass that is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from codalang.autodiff import Derivative
+from codalang.ir import reference
+from codalang.ir.epilogue import Epilogue, Node
+from codalang.ir.types import Dtype
+
+Tensors = dict[str, Tensor]
+Extents = tuple[int, int]
+
+
+def autograd(
+    epilogue: Epilogue, inputs: Mapping[str, Tensor], cotangents: Mapping[str, Tensor], extents: Extents
+) -> Tensors:
+    """The gradient of every parameter by torch.autograd; zeros where none flows.  A missing cotangent is zero."""
+    leaves = {name: value.detach().requires_grad_() for name, value in inputs.items()}
+    outputs = reference.run(epilogue, leaves, extents=extents)
+    chosen = [name for name in outputs if name in cotangents and outputs[name].requires_grad]
+    if not chosen:
+        return {name: torch.zeros_like(value) for name, value in inputs.items()}
+    found = torch.autograd.grad(
+        [outputs[name] for name in chosen],
+        list(leaves.values()),
+        [cotangents[name] for name in chosen],
+        allow_unused=True,
+    )
+    return {
+        name: torch.zeros_like(value) if grad is None else grad
+        for (name, value), grad in zip(leaves.items(), found, strict=True)
+    }
+
+
+def backward_inputs(
+    derivative: Derivative, inputs: Mapping[str, Tensor], cotangents: Mapping[str, Tensor], extents: Extents
+) -> Tensors:
+    """What the backward declares that it loads, and nothing else."""
+    stored = reference.run(derivative.forward, inputs, extents=extents)
+    sources = {"param": inputs, "output": stored, "saved": stored, "cotangent": cotangents}
+    assert list(derivative.loads) == [p.name for p in derivative.backward.params]
+    return {name: sources[load.source][load.name] for name, load in derivative.loads.items()}
+
+
+def derived(
+    derivative: Derivative, inputs: Mapping[str, Tensor], cotangents: Mapping[str, Tensor], extents: Extents
+) -> Tensors:
+    """The gradient of every parameter asked for by the derived backward; zeros where it says that there is none."""
+    loaded = backward_inputs(derivative, inputs, cotangents, extents)
+    results = reference.run(derivative.backward, loaded, extents=extents)
+    return {
+        name: torch.zeros_like(inputs[name]) if output is None else results[output]
+        for name, output in derivative.gradients.items()
+    }
+
+
+def absolute_contributions(
+    epilogue: Epilogue,
+    inputs: Mapping[str, Tensor],
+    cotangents: Mapping[str, Tensor],
+    extents: Extents,
+) -> Tensors:
+    """For each parameter, elementwise, the sum of the absolute contributions to its gradient."""
+    rows, columns = extents
+    values = _values(epilogue, inputs)
+    # Per node [M, w*N], or [M, 1] summed over the columns for what has none.
+    totals = [torch.zeros(rows, _columns(node, columns), dtype=torch.float64) for node in epilogue.nodes]
+    for output in epilogue.outputs:
+        if output.name in cotangents:
+            cotangent = cotangents[output.name].abs()
+            if output.type.kind.has_rows and not output.type.kind.has_columns:
+                cotangent = cotangent.unsqueeze(1)
+            wide = cotangent.expand(rows, int(epilogue.domain_width(output) * columns))
+            totals[output.value] += _folded(epilogue.nodes[output.value], wide)
+    result = {name: torch.zeros_like(value) for name, value in inputs.items()}
+    for index in reversed(range(len(epilogue.nodes))):
+        node = epilogue.nodes[index]
+        if node.op == "param":
+            total = totals[index] if node.type.kind.has_rows else totals[index].sum(0)
+            result[str(node.attr)] = total.reshape(inputs[str(node.attr)].shape)
+        elif node.op != "const" and node.type.dtype is Dtype.F32:
+            for arg, part in zip(node.args, _parts(epilogue, node, values, totals[index]), strict=True):
+                if part is not None:
+                    totals[arg] += _folded(epilogue.nodes[arg], part)
+    return result
+
+
+def _values(epilogue: Epilogue, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """The value of every node, in the shape of its kind."""
+    values: list[Tensor] = []
+    for node in epilogue.nodes:
+        if node.op == "param":
+            value = inputs[str(node.attr)].double()
+            is_col = node.type.kind.has_rows and not node.type.kind.has_columns
+            values.append(value.unsqueeze(1) if is_col else value)
+        elif node.op == "const":
+            values.append(torch.tensor(node.attr, dtype=torch.bool if isinstance(node.attr, bool) else torch.float64))
+        else:
+            values.append(reference.OP_FUNCTIONS[node.op](*(values[a] for a in node.args)))
+    return values
+
+
+def _parts(epilogue: Epilogue, node: Node, values: list[Tensor], total: Tensor) -> list[Tensor | None]:
+    """|local derivative| * total for each operand, on the operation's whole domain."""
+    rows, columns = total.shape
+    columns = {"even": 2 * columns, "odd": 2 * columns, "join": columns // 2}.get(node.op, columns)
+    operands = []
+    for arg in node.args:
+        operand = values[arg].expand(rows, columns).clone()
+        operands.append(operand.requires_grad_() if operand.is_floating_point() else operand)
+    wanted = [o for o in operands if o.requires_grad]
+    result = reference.OP_FUNCTIONS[node.op](*operands)
+    if not result.requires_grad:
+        return [None] * len(operands)
+    found = iter(torch.autograd.grad(result, wanted, total))
+    return [next(found).abs() if o.requires_grad else None for o in operands]
+
+
+def _columns(node: Node, columns: int) -> int:
+    return 1 if node.type.width is None else int(node.type.width * columns)
+
+
+def _folded(node: Node, part: Tensor) -> Tensor:
+    """What has no columns gets the sum over them."""
+    return part if node.type.width is not None else part.sum(1, keepdim=True)
+
+
+def assert_within(actual: Tensor, expected: Tensor, scale: Tensor, relative: float, what: str) -> None:
+    """|actual - expected| <= relative * scale, elementwise; NaN must meet NaN."""
+    assert actual.shape == expected.shape, f"{what}: shape {list(actual.shape)}, expected {list(expected.shape)}"
+    assert torch.equal(actual.isnan(), expected.isnan()), f"{what}: NaN at other places than expected"
+    error = (actual - expected).nan_to_num(nan=0.0).abs()
+    allowed = relative * scale.nan_to_num(nan=0.0)
+    worst = (error - allowed).max() if error.numel() else torch.zeros(())
+    assert worst <= 0, f"{what}: off by {error.max():.3e} where {allowed.min():.3e} to {allowed.max():.3e} is allowed"
