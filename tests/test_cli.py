@@ -1,0 +1,318 @@
+"""The command line: output, exit codes, JSON, and errors without tracebacks."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import codalang
+from codalang.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+STDLIB = ("bias_gelu", "residual_rms", "scaled_swiglu", "swiglu")
+
+GOOD = "epilogue f(acc: tile[T, D], r: col[T]) {\n    store y: tile[T, D] = acc * r\n}\n"
+TWO = GOOD + "\nepilogue g(acc: tile[M, N]) {\n    store y: tile[M, N] = acc\n}\n"
+UGLY = "# kept\nepilogue f( acc:tile[M,N] ){ store y:tile[M,N]=acc*2 # this too\n}"
+BAD = "epilogue f(acc: tile[M, N]) {\n    store y: tile[M, N] = acc * gama\n}\n"
+WORSE = "epilogue f(acc: tile[M, N]) {\n    store y tile[M, N] = acc\n}\n"
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    def call(*arguments: object, stdin: str | bytes | None = None) -> tuple[int, str, str]:
+        if stdin is not None:
+            data = stdin if isinstance(stdin, bytes) else stdin.encode()
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        code = main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text: str, name: str = "p.coda") -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+# ---- check -----------------------------------------------------------------------------------------------------------
+
+
+def test_check(run, file):
+    code, out, err = run("check", file(TWO), "swiglu", "-", stdin=GOOD)
+    assert (code, err) == (0, "")
+    assert [line.split(": ", 1)[1] for line in out.splitlines()] == [
+        "ok, 2 epilogues",
+        "ok, 1 epilogue",
+        "ok, 1 epilogue",
+    ]
+
+
+def test_check_goes_on_after_an_error(run, file):
+    bad, worse, good = file(BAD, "bad.coda"), file(WORSE, "worse.coda"), file(GOOD, "good.coda")
+    code, out, err = run("check", bad, worse, good, "no/such.coda")
+    assert code == 1 and out == f"{good}: ok, 1 epilogue\n"
+    assert f"error: {bad}:2:33: " in err and "    2 |     store y: tile[M, N] = acc * gama" in err and "^^^^" in err
+    assert f"error: {worse}:2:" in err and "cannot read 'no/such.coda'" in err
+
+
+def test_check_as_json(run, file):
+    bad = file(BAD)
+    code, out, err = run("check", "--json", bad, "swiglu")
+    result = json.loads(out)
+    assert code == 1 and result["ok"] is False and "gama" in err
+    assert [p["ok"] for p in result["programs"]] == [False, True]
+    (error,) = result["errors"]
+    assert (error["type"], error["file"], error["line"], error["column"]) == ("CodaNameError", str(bad), 2, 33)
+    assert "gama" in error["message"]
+
+
+def test_check_what_is_not_text(run, tmp_path):
+    path = tmp_path / "x.coda"
+    path.write_bytes(b"epilogue \xff")
+    code, _, err = run("check", path)
+    assert code == 1 and f"{path}:1:10: byte 0xff is not UTF-8" in err
+    assert run("check", tmp_path)[0] == 1
+    assert run("check", "-", stdin=b"\xff")[0] == 1
+
+
+# ---- fmt -------------------------------------------------------------------------------------------------------------
+
+
+def test_fmt_in_place(run, file):
+    path = file(UGLY)
+    path.chmod(0o640)
+    assert run("fmt", path) == (0, "", f"reformatted {path}\n")
+    text = path.read_text()
+    assert "# kept" in text and "# this too" in text and text != UGLY and path.stat().st_mode & 0o777 == 0o640
+    assert run("fmt", path) == (0, "", "") and path.read_text() == text
+    assert run("fmt", "--check", path) == (0, "", "")
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_fmt_check_and_diff_write_nothing(run, file):
+    path = file(UGLY)
+    assert run("fmt", "--check", path) == (1, "", f"would reformat {path}\n")
+    code, out, _ = run("fmt", "--diff", path)
+    assert code == 1 and out.startswith(f"--- {path}") and "+    store y: tile[M, N] = acc * 2" in out
+    assert path.read_text() == UGLY
+
+
+def test_fmt_stdin(run):
+    code, out, _ = run("fmt", "-", stdin=UGLY)
+    assert code == 0 and "    store y: tile[M, N] = acc * 2" in out
+    assert run("fmt", "-", stdin=out) == (0, out, "")
+    assert run("fmt", "--check", "-", stdin=UGLY)[0] == 1
+
+
+def test_fmt_leaves_a_wrong_file_alone(run, file):
+    wrong, ugly = file(WORSE, "wrong.coda"), file(UGLY, "ugly.coda")
+    code, _, err = run("fmt", wrong, ugly)
+    assert code == 1 and "error" in err and wrong.read_text() == WORSE and ugly.read_text() != UGLY
+
+
+def test_fmt_follows_links(run, file, tmp_path):
+    path = file(UGLY)
+    link = tmp_path / "link.coda"
+    link.symlink_to(path)
+    assert run("fmt", link)[0] == 0
+    assert link.is_symlink() and path.read_text() != UGLY
+
+
+def test_fmt_as_json(run, file):
+    path = file(UGLY)
+    code, out, _ = run("fmt", "--check", "--json", path)
+    assert code == 1 and json.loads(out)["changed"] == [str(path)]
+
+
+def test_the_library_is_formatted(run):
+    assert run("fmt", "--check", *sorted((ROOT / "stdlib").glob("*.coda")))[0] == 0
+
+
+# ---- grad ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STDLIB)
+def test_grad(run, name):
+    code, out, _ = run("grad", name)
+    assert code == 0
+    assert out == codalang.load(name)[name].backward.source
+    assert run("check", "-", stdin=out)[0] == 0
+
+
+def test_grad_of_some(run):
+    code, out, _ = run("grad", "residual_rms", "--wrt", "gamma", "--cotangents", "h")
+    assert code == 0 and "d_gamma" in out and "d_acc" not in out and "d_x" not in out
+    assert "saved_" in run("grad", "swiglu", "--forward")[1].split("epilogue")[1]
+
+
+def test_grad_of_all_and_of_one(run, file):
+    path = file(TWO)
+    assert run("grad", path)[1].count("epilogue") == 2
+    assert "epilogue g_backward" in run("grad", path, "g")[1]
+    code, _, err = run("grad", path, "h")
+    assert code == 1 and "defines no epilogue `h`; it defines f, g" in err
+
+
+def test_grad_as_json(run):
+    code, out, _ = run("grad", "swiglu", "--json")
+    (derivative,) = json.loads(out)["derivatives"]
+    assert code == 0 and derivative["saved"] == ["saved_acc"] and derivative["gradients"] == {"acc": "d_acc"}
+    assert derivative["loads"]["saved_acc"] == {"source": "saved", "name": "saved_acc"}
+
+
+def test_grad_of_unknown_names(run):
+    code, _, err = run("grad", "swiglu", "--wrt", "nothing")
+    assert code == 1 and "nothing" in err
+
+
+# ---- emit and compile ------------------------------------------------------------------------------------------------
+
+
+def test_emit_ir_and_backward(run):
+    code, out, _ = run("emit", "swiglu", "--stage", "ir")
+    assert code == 0 and run("check", "-", stdin=out)[0] == 0 and "silu" not in out
+    assert run("emit", "swiglu", "--stage", "backward")[1] == run("grad", "swiglu")[1]
+
+
+@pytest.mark.parametrize("name", STDLIB)
+def test_emit_cutedsl_is_python(run, name):
+    code, out, _ = run("emit", name, "--backward", "--json")
+    stages = json.loads(out)["stages"]
+    assert code == 0 and [s["name"] for s in stages] == [name, f"{name}_backward"]
+    for stage in stages:
+        compile(stage["text"], name, "exec")
+    assert f"{name}.coda:" in stages[0]["text"]  # each line says where it came from
+
+
+def test_emit_ptx(run):
+    code, out, _ = run("emit", "bias_gelu", "--stage", "ptx", "--dtype", "f16")
+    assert code == 0 and ".target sm_90a" in out and "wgmma.mma_async" in out and ".f16.f16" in out
+
+
+def test_compile(run, tmp_path):
+    folder = tmp_path / "new" / "folder"
+    code, out, _ = run("compile", "swiglu", "--backward", "-o", folder, "--json")
+    objects = json.loads(out)["objects"]
+    assert code == 0 and [o["name"] for o in objects] == ["swiglu", "swiglu_backward"]
+    for o in objects:
+        assert Path(o["object"]).read_bytes().startswith(b"\x7fELF") and Path(o["object"]).parent == folder
+        assert o["arch"] == "sm_90a" and 0 < o["registers"] <= 255 and o["spill_bytes"] == 0 and not o["serialized"]
+
+
+def test_compile_what_no_matmul_can_host(run, file):
+    path = file("epilogue f(r: col[M]) {\n    store y: tile[M, N] = r\n}\n")
+    code, _, err = run("compile", path)
+    assert code == 1 and "has no accumulator" in err and "1 | epilogue f" in err
+
+
+def test_compile_into_a_file(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = run("compile", "swiglu", "-o", tmp_path / "file")
+    assert code == 1 and "cannot create" in err
+
+
+# ---- run -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32", "f64"])
+@pytest.mark.parametrize("name", STDLIB)
+def test_run(run, name, dtype):
+    code, out, _ = run(
+        "run", name, "--backward", "--dtype", dtype, "--shape", "M=9,N=26,K=40", "--device", "cpu", "--json"
+    )
+    result = json.loads(out)
+    assert code == 0 and result["ok"] and result["shape"] == {"M": 9, "N": 26, "K": 40}
+    bound = {"bf16": 1e-2, "f16": 2e-3, "f32": 2e-6, "f64": 1e-14}[dtype]
+    assert all(0 <= r["error"] < bound for r in result["results"])
+    assert {"d_a", "d_w"} <= {r["name"] for r in result["results"]}
+
+
+def test_run_notices_a_wrong_gradient(run, monkeypatch):
+    from codalang.autodiff import rules
+
+    right = rules.RULES["sigmoid"]
+    monkeypatch.setitem(rules.RULES, "sigmoid", lambda g, y, x: right(g, y + y, x))
+    code, out, _ = run("run", "-", "--backward", "--dtype", "f64", "--device", "cpu", stdin=SIGMOID)
+    assert code == 1 and "INACCURATE" in out
+
+
+SIGMOID = "epilogue s(acc: tile[M, N]) {\n    store y: tile[M, N] = sigmoid(acc)\n}\n"
+
+
+def test_run_is_reproducible(run):
+    arguments = ("run", "scaled_swiglu", "--dtype", "f16", "--device", "cpu", "--shape", "M=5,N=8")
+    first = run(*arguments)
+    assert first[0] == 0 and first == run(*arguments) != run(*arguments, "--seed", "1")
+    assert "scaled_swiglu: M = 5, N = 8, K = 256, f16, on cpu" in first[1]
+
+
+def test_run_takes_the_programs_dimensions(run, file):
+    path = file(GOOD)
+    assert run("run", path, "--shape", "T=4,D=6,K=8")[0] == 0
+    code, _, err = run("run", path, "--shape", "M=4")
+    assert code == 1 and "its dimensions are T, D, K" in err
+    assert run("run", "swiglu", "--shape", "N=7")[0] == 1  # odd
+    code, _, err = run("run", file(TWO))
+    assert code == 1 and "defines 2 epilogues: f, g" in err
+    assert run("run", path, "f", "--shape", "T=0,D=6")[0] == 0
+
+
+def test_run_without_an_accumulator(run, file):
+    path = file("epilogue f(r: col[M], g: row[N]) {\n    store y: tile[M, N] = r * g\n}\n")
+    assert run("run", path, "--shape", "M=4,N=6", "--backward", "--dtype", "f64")[0] == 0
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["bogus"], ["check"], ["run", "swiglu", "--shape", "M"], ["run", "swiglu", "--shape", "M=-3"], ["grad"],
+     ["emit", "swiglu", "--stage", "sass"], ["compile", "swiglu", "--dtype", "f64"], ["fmt", "--check", "--diff", "x"]],
+)  # fmt: skip
+def test_usage_errors(run, arguments):
+    code, out, err = run(*arguments)
+    assert code == 2 and out == "" and "usage: codalang" in err
+
+
+def test_version_and_help(run):
+    assert run("--version") == (0, f"codalang {codalang.__version__}\n", "")
+    for command in ("check", "fmt", "grad", "emit", "compile", "run"):
+        assert run(command, "--help")[0] == 0 and command in run("--help")[1]
+
+
+def _process(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "codalang", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        **options,
+    )
+
+
+def test_the_module_is_the_command(file):
+    done = _process("check", str(file(BAD)))
+    assert done.returncode == 1 and done.stdout == "" and "^^^^" in done.stderr and "Traceback" not in done.stderr
+    assert "\033[" not in done.stderr  # no colours into a pipe
+    assert _process("grad", "-", input=GOOD).stdout.startswith("epilogue f_backward(")
+
+
+def test_a_reader_that_goes_away():
+    command = f"{sys.executable} -m codalang grad swiglu | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr and done.stdout.endswith("1\n")
