@@ -57,10 +57,7 @@ def generate(spec: KernelSpec) -> str:
         *[f"        {_input(spec, i)}," for i in range(len(spec.inputs))],
         "    )",
         "    TILES = (",
-        *[
-            f"        Tile({s.name!r}, {relative_width(epilogue, s)!r}, {dtype!r}),"
-            for s, dtype in spec.stores
-        ],
+        *[f"        Tile({s.name!r}, {relative_width(epilogue, s)!r}, {dtype!r})," for s, dtype in spec.stores],
         "    )",
         "    PARTIALS = (",
         *[
@@ -149,4 +146,3 @@ def _comment(node: Node) -> str | None:
 
 def _tuple(items: list[str]) -> str:
     return f"({', '.join(items)},)" if items else "()"
-

@@ -18,6 +18,7 @@ import os
 import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,14 +56,17 @@ def compile_object(spec: KernelSpec, path: Path, *, keep_ptx: bool = False) -> R
 
     Raises CodaCompileError where the device compiler fails, CodaUnsupportedError for what no kernel covers.
     """
-    os.environ["CUTE_DSL_ARCH"] = ARCH  # without a GPU the DSL would take another architecture
     from cutlass import cute
 
     kernel, arguments = _kernel_and_arguments(spec)
-    options = "--enable-tvm-ffi remarks{ptx}" + (" --keep-ptx" if keep_ptx else "")
     try:
-        with _captured_output() as log:
+        with _captured_output() as log, _quiet(), tempfile.TemporaryDirectory(prefix="codalang-") as folder:
+            # the architecture is named: without a GPU the DSL would take another
+            options = f"--enable-tvm-ffi --gpu-arch {ARCH} remarks{{ptx}}" + (
+                f" --keep-ptx --dump-dir={folder}" if keep_ptx else ""
+            )
             compiled = cute.compile(kernel, *arguments, options=options)
+            ptx = compiled.__ptx__ if keep_ptx else None
             compiled.export_to_c(object_file_path=str(path), function_name=ENTRY)
     except CodaUnsupportedError:
         raise
@@ -72,7 +76,7 @@ def compile_object(spec: KernelSpec, path: Path, *, keep_ptx: bool = False) -> R
             spec.epilogue.loc,
             hint="this is a fault of codalang, not of the program; please report it with the .coda source",
         ) from error
-    return _report(log.getvalue(), compiled.__ptx__ if keep_ptx else None)
+    return _report(log.getvalue(), ptx)
 
 
 def _report(log: str, ptx: str | None) -> Report:
@@ -150,6 +154,14 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
 
 
 @contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings about the DSL's own doings: they tell the user of codalang nothing that he could change."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
 def _captured_output() -> Iterator[io.StringIO]:
     """What the compiler writes to the process's stdout and stderr, Python's or a library's."""
     log = io.StringIO()
@@ -160,10 +172,10 @@ def _captured_output() -> Iterator[io.StringIO]:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         try:
-            yield log
+            # Python's own streams need not be descriptors 1 and 2: a notebook or a test runner replaces them
+            with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+                yield log
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
             for target, descriptor in zip((1, 2), saved, strict=True):
                 os.dup2(descriptor, target)
                 os.close(descriptor)

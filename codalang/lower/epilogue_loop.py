@@ -90,7 +90,9 @@ class EpilogueLoop:
             if i.kind == "scalar"
         }
 
-    def _ports(self, slabs: list[Any], atoms: tuple[Any, ...], tensors: tuple[Any, ...], pointer: Any) -> list[SlabPort]:
+    def _ports(
+        self, slabs: list[Any], atoms: tuple[Any, ...], tensors: tuple[Any, ...], pointer: Any
+    ) -> list[SlabPort]:
         ports, start = [], 0
         for slab, atom, tensor in zip(slabs, atoms, tensors, strict=True):
             base = pointer + start
@@ -151,18 +153,18 @@ class EpilogueLoop:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, sum(p.slab.bytes_per_warp for p in self.loads))
         for port in self.loads:
-            for panel, slot, row, column in self._panels(port, step, stage, tile_m, tile_n):
+            for slot, row, column in self._panels(port, step, stage, tile_m, tile_n):
                 cute.copy(port.atom, port.memory[(None, row, column)], port.shared[(None, slot)], tma_bar_ptr=barrier)
 
     def _panels(
         self, port: SlabPort, step: int, stage: int, tile_m: Int32, tile_n: Int32
-    ) -> list[tuple[int, Int32, Int32, Int32]]:
-        """(panel, shared-memory slot, slab row, slab column) of each panel of a sub-tile."""
+    ) -> list[tuple[Int32, Int32, Int32]]:
+        """(shared-memory slot, slab row, slab column) of each panel of a sub-tile."""
         subtile, block = divmod(step, self.kernel.row_blocks)
         panels = port.slab.panels
         slot = (self.warp * port.slab.stages + stage) * panels
         column = (tile_n * self.kernel.subtiles + subtile) * panels
-        return [(p, slot + p, self._slab_row(tile_m, block), column + p) for p in range(panels)]
+        return [(slot + p, self._slab_row(tile_m, block), column + p) for p in range(panels)]
 
     # ---------------------------------------------------------------- after the mainloop
 
@@ -218,7 +220,7 @@ class EpilogueLoop:
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         for port in self.stores:
-            for _, slot, row, column in self._panels(port, step, step % port.slab.stages, tile_m, tile_n):
+            for slot, row, column in self._panels(port, step, step % port.slab.stages, tile_m, tile_n):
                 cute.copy(port.atom, port.shared[(None, slot)], port.memory[(None, row, column)])
         cute.arch.cp_async_bulk_commit_group()
 

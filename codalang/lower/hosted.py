@@ -13,10 +13,11 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cutlass_dsl import select_
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 
 from codalang.lower.body import Input, Partial
 from codalang.lower.device import Registers
+from codalang.lower.plan import HOSTED_ROWS, hosted_run
 from codalang.lower.registers import (
     CUTE_DTYPES,
     broadcast,
@@ -29,19 +30,8 @@ from codalang.lower.registers import (
 )
 
 WARPS = 8
-TILE_ROWS = 64
 BATCH = 4  # rows whose loads are in flight together
 ALL_LANES = (1, 2, 4, 8, 16)
-
-
-def tile_columns(aligned: bool) -> int:
-    """Accumulator columns of one CTA's tile."""
-    return 32 * _run(aligned)
-
-
-def _run(aligned: bool) -> int:
-    """Accumulator columns of one lane."""
-    return 8 if aligned else 2
 
 
 class HostedKernel:
@@ -50,14 +40,14 @@ class HostedKernel:
     def __init__(self, body: Any, aligned: bool) -> None:
         self.body = body
         self.aligned = aligned
-        self.run = _run(aligned)
-        self.columns = tile_columns(aligned)
+        self.run = hosted_run(aligned)
+        self.columns = 32 * self.run
         self.scratch = [p for p in body.PARTIALS if p.kind != "col"]
 
     @cute.jit
     def __call__(self, inputs: tuple, outputs: tuple, m: Int32, n: Int32, stream: Any) -> None:
         """Launch on m rows and n columns of the accumulator's width; inputs and outputs as the body declares them."""
-        tiles_m, tiles_n = cute.ceil_div(m, TILE_ROWS), cute.ceil_div(n, self.columns)
+        tiles_m, tiles_n = cute.ceil_div(m, HOSTED_ROWS), cute.ceil_div(n, self.columns)
         self.kernel(inputs, outputs, m, n, tiles_n).launch(
             grid=(tiles_m * tiles_n, 1, 1), block=(32 * WARPS, 1, 1), stream=stream
         )
@@ -109,9 +99,9 @@ class HostedTile:
 
     def compute(self) -> None:
         """All rows of this warp, in batches, then the sums."""
-        rows_per_warp = TILE_ROWS // WARPS
+        rows_per_warp = HOSTED_ROWS // WARPS
         for start in range(0, rows_per_warp, BATCH):
-            rows = [self.tile_m * TILE_ROWS + (start + i) * WARPS + self.warp for i in range(BATCH)]
+            rows = [self.tile_m * HOSTED_ROWS + (start + i) * WARPS + self.warp for i in range(BATCH)]
             loaded = [self._load_row(row) for row in rows]
             for row, values in zip(rows, loaded, strict=True):
                 self._apply_row(row, values)

@@ -28,6 +28,7 @@ MAX_STAGES = 8
 CONSUMER_WARPS = 8
 SLAB_ROWS = 16
 SMS = 132  # of an H100 or H200 SXM
+HOSTED_ROWS = 64  # rows of a hosted kernel's tile
 MULTIPLIES_PER_CYCLE = 2048  # of one SM: dense bf16 or f16 wgmma
 
 
@@ -78,7 +79,7 @@ def choose(spec: KernelSpec, m: int, n: int, k: int) -> Config:
             spec.epilogue.loc,
             hint="store fewer tiles, or narrower ones, per epilogue",
         )
-    return min(fitting, key=lambda pair: _cycles(spec, *pair, m, n, k))[1]
+    return min(fitting, key=lambda pair: _cycles(spec, pair[0], pair[1], m, n, k))[1]
 
 
 def _cycles(spec: KernelSpec, tiling: Tiling, config: Config, m: int, n: int, k: int) -> float:
@@ -121,6 +122,11 @@ def _configurations(spec: KernelSpec, tiling: Tiling) -> Iterator[Config]:
         if stages >= tiling.least_stages or (stages >= 2 and (subtile, loads, stores) == (16, has_loads, has_stores)):
             yield attrs.evolve(config, stages=stages)
             return
+
+
+def hosted_run(aligned: bool) -> int:
+    """Adjacent accumulator columns of one lane of a hosted kernel; a tile of it has 32 times as many."""
+    return 8 if aligned else 2
 
 
 def shared_bytes(spec: KernelSpec, config: Config) -> int:

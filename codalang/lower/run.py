@@ -21,15 +21,12 @@ from codalang.ir.epilogue import Epilogue, Param
 from codalang.ir.types import Kind
 from codalang.lower import plan
 from codalang.lower.load import function
-from codalang.lower.spec import KernelSpec, Operand, base_width, loaded_params
+from codalang.lower.spec import Config, KernelSpec, Operand, base_width, loaded_params
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 empty = torch.empty  # how outputs and partials are allocated; tests replace it by one that poisons
-
-HOSTED_ROWS = 64  # rows of a hosted kernel's tile; see `hosted.TILE_ROWS`
-HOSTED_COLUMNS = {True: 256, False: 64}  # columns of it, aligned or not
 
 
 def gemm(
@@ -39,7 +36,7 @@ def gemm(
     inputs: Mapping[str, torch.Tensor | float],
     *,
     dtypes: Mapping[str, torch.dtype] | None = None,
-    config: plan.Config | None = None,
+    config: Config | None = None,
 ) -> dict[str, torch.Tensor]:
     """The epilogue on acc = a @ b.T.
 
@@ -119,7 +116,7 @@ def hosted(
     call.load(inputs, pad=False)
     aligned = aligned and all(_is_aligned(t) for t in call.arguments if isinstance(t, torch.Tensor) and t.ndim == 2)
     spec = KernelSpec(epilogue, None, tuple(call.input_dtypes), tuple(call.store_dtypes), None, aligned)
-    outputs = call.allocate(-(-m // HOSTED_ROWS), -(-n // HOSTED_COLUMNS[aligned]), aligned=aligned)
+    outputs = call.allocate(-(-m // plan.HOSTED_ROWS), -(-n // (32 * plan.hosted_run(aligned))), aligned=aligned)
     with torch.cuda.device(device):
         function(spec)(tuple(call.arguments), outputs, m, n)
     return call.results(outputs)
@@ -213,8 +210,7 @@ class _Call:
         named = {s.name: t.contiguous() for s, t in zip(self.epilogue.stores, outputs[:stores], strict=True)}
         for reduction, partial in zip(self.epilogue.reductions, outputs[stores:], strict=True):
             axes = (0, 1) if reduction.type.kind is Kind.SCALAR else (0,)
-            merged = partial.reshape(partial.shape[1:]) if partial.shape[0] == 1 and len(axes) == 1 else partial.sum(axes)
-            named[reduction.name] = merged.to(self.dtypes[reduction.name])
+            named[reduction.name] = partial.sum(axes).to(self.dtypes[reduction.name])
         return {o.name: named[o.name] for o in self.epilogue.outputs}
 
     def nothing(self) -> dict[str, torch.Tensor]:
@@ -228,9 +224,7 @@ class _Call:
             }[o.type.kind]
             for o in self.epilogue.outputs
         }
-        return {
-            name: torch.zeros(shape, dtype=self.dtypes[name], device=self.device) for name, shape in shapes.items()
-        }
+        return {name: torch.zeros(shape, dtype=self.dtypes[name], device=self.device) for name, shape in shapes.items()}
 
 
 def _hosted_extents(
@@ -298,7 +292,7 @@ def _padded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen(spec: KernelSpec, m: int, n: int, k: int) -> plan.Config:
+def _chosen(spec: KernelSpec, m: int, n: int, k: int) -> Config:
     return plan.choose(spec, m, n, k)
 
 

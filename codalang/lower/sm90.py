@@ -37,7 +37,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 
 from codalang.lower.body import Input, Partial, Tile
 from codalang.lower.epilogue_loop import epilogue_of
@@ -146,7 +146,8 @@ class GemmKernel:
 
         tile_inputs = [t for t, i in zip(inputs, self.body.INPUTS, strict=True) if i.kind == "tile"]
         loads = tuple(
-            self._slab_tma(cpasync.CopyBulkTensorTileG2SOp(), t, s) for t, s in zip(tile_inputs, self.loads, strict=True)
+            self._slab_tma(cpasync.CopyBulkTensorTileG2SOp(), t, s)
+            for t, s in zip(tile_inputs, self.loads, strict=True)
         )
         stores = tuple(
             self._slab_tma(cpasync.CopyBulkTensorTileS2GOp(), t, s)
@@ -504,9 +505,7 @@ class GemmKernel:
         ring.consumer_release(release)
 
     @cute.jit
-    def multiply(
-        self, mmas: tuple, acc: cute.Tensor, frag_a: cute.Tensor, frag_b: cute.Tensor, slot: Int32
-    ) -> None:
+    def multiply(self, mmas: tuple, acc: cute.Tensor, frag_a: cute.Tensor, frag_b: cute.Tensor, slot: Int32) -> None:
         """Issue and commit the wgmmas of one stage: the first of 16 columns of K by mmas[0], the others by mmas[1]."""
         # right before the first wgmma: elsewhere the assembler adds its own, and may serialize the loop for it
         warpgroup.fence()

@@ -17,7 +17,6 @@ import attrs
 
 from codalang.errors import CodaUnsupportedError
 from codalang.ir.epilogue import Epilogue, Output, Param, Reduce, Store
-from codalang.ir.types import Kind
 
 DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 
@@ -121,8 +120,3 @@ def relative_width(epilogue: Epilogue, item: Param | Output) -> Fraction:
             hint="store the value at another width, or run this epilogue on the reference",
         )
     return relative
-
-
-def is_vector(item: Param | Output) -> bool:
-    """True for a row or a col."""
-    return item.type.kind in (Kind.ROW, Kind.COL)
