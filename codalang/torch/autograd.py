@@ -26,7 +26,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from codalang.autodiff import Derivative, derive
+from codalang.autodiff import Derivative, Load, derive
 from codalang.errors import CodaUnsupportedError
 from codalang.ir.build import EpilogueBuilder, canonical
 from codalang.ir.epilogue import Epilogue, Output, Store
@@ -56,6 +56,10 @@ class Operator:
     def slot(self, param: str) -> int:
         """The position of a parameter's value.  Raises KeyError for the accumulator of a GEMM."""
         return self._slots[param]
+
+    def has_slot(self, param: str) -> bool:
+        """False for the accumulator of a GEMM, which is no argument."""
+        return param in self._slots
 
     @functools.cached_property
     def _slots(self) -> dict[str, int]:
@@ -91,7 +95,7 @@ class Plan:
     dtypes: dict[str, torch.dtype] = attrs.field(factory=dict)
     job: Job = attrs.field(init=False)
     _tapes: dict[Flags, Tape] = attrs.field(factory=dict, init=False)
-    _matmuls: dict[tuple[Extent, Extent, torch.dtype], Plan] = attrs.field(factory=dict, init=False)
+    _matmuls: dict[tuple[torch.Size, torch.Size, torch.dtype], Plan] = attrs.field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.job = self.job_of(self.operator.epilogue)
@@ -105,54 +109,74 @@ class Plan:
         """The storage dtype of an output."""
         return self.dtypes.get(output.name) or output_dtype(output, self.default, self.compute)
 
-    def tape(self, requires: Flags) -> Tape:
+    def tape(self, requires: Flags, values: Sequence[Value]) -> Tape:
         """The tape for values of which those so flagged require gradients."""
-        if requires not in self._tapes:
-            self._tapes[requires] = Tape(self, requires)
-        return self._tapes[requires]
+        tape = self._tapes.get(requires)
+        if tape is None:
+            tape = self._tapes[requires] = Tape(self, requires, values)
+        return tape
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """`a @ b.T` of [M, K] and [N, K], by the GEMM that hosts epilogues, rounded to `a`'s dtype; differentiable."""
-        rows, columns, dtype = a.shape[0], b.shape[0], a.dtype
         if is_traced():  # sizes may be symbols, which are no keys
-            return invoke(Plan(_MATMUL, rows, columns, self.compute, dtype), (a, b))[0]
-        plan = self._matmuls.get((rows, columns, dtype))
+            return invoke(Plan(_MATMUL, a.shape[0], b.shape[0], self.compute, a.dtype), (a, b))[0]
+        key = (a.shape, b.shape, a.dtype)
+        plan = self._matmuls.get(key)
         if plan is None:
-            plan = self._matmuls[rows, columns, dtype] = Plan(_MATMUL, rows, columns, self.compute, dtype)
+            plan = self._matmuls[key] = Plan(_MATMUL, a.shape[0], b.shape[0], self.compute, a.dtype)
         return invoke(plan, (a, b))[0]
 
 
 class Tape:
-    """What a forward runs and keeps so that any backward of these inputs can be derived."""
+    """What a forward runs and keeps so that any backward of these inputs can be derived.
 
-    def __init__(self, plan: Plan, requires: Flags) -> None:
+    Attributes:
+        operator: the one that also stores what must be saved; steps are derived from it, and to them a saved value is
+            an output like any other.
+        kept_tensors, kept_numbers: the arguments that are kept, by position.
+        kept_outputs: the outputs that are kept, visible ones or saved ones.
+        visible: how many outputs the caller sees; the rest are the saved ones.
+    """
+
+    def __init__(self, plan: Plan, requires: Flags, values: Sequence[Value]) -> None:
         operator = plan.operator
         self.plan = plan
-        outputs = frozenset(o.name for o in operator.epilogue.outputs)
-        first = operator.derivative(operator.wanted(requires), outputs)
-        # Steps are derived from the forward that saves: to them a saved value is an output like any other.
+        names = frozenset(o.name for o in operator.epilogue.outputs)
+        first = operator.derivative(operator.wanted(requires), names)
         self.operator = Operator(first.forward, operator.on_gemm) if first.saved else operator
         self.job = plan.job_of(first.forward)
         self.outputs = {o.name: i for i, o in enumerate(first.forward.outputs)}
         self.visible = len(operator.epilogue.outputs)
-        inputs, kept = set(), set()
-        for load in first.loads.values():
-            if load.source == "param":
-                inputs.add(operator.slot(load.name))
-            elif load.source != "cotangent":
-                kept.add(self.outputs[load.name])
+        inputs = {operator.slot(load.name) for load in first.loads.values() if load.source == "param"}
         if operator.on_gemm:
             inputs |= {other for other, slot in ((1, 0), (0, 1)) if requires[slot]}
-        self.kept_inputs = tuple(sorted(inputs))
-        self.kept_outputs = tuple(sorted(kept))
+        self.kept_tensors = tuple(sorted(slot for slot in inputs if isinstance(values[slot], Tensor)))
+        self.kept_numbers = tuple(sorted(slot for slot in inputs if not isinstance(values[slot], Tensor)))
+        loaded = {self.outputs[load.name] for load in first.loads.values() if load.source in ("output", "saved")}
+        self.kept_outputs = tuple(sorted(loaded))
+        self.dtypes = tuple(v.dtype if isinstance(v, Tensor) else plan.compute for v in values)
+        self._shapes = tuple(v.shape if isinstance(v, Tensor) else torch.Size() for v in values)
+        self._device = next(v.device for v in values if isinstance(v, Tensor))
         self._steps: dict[tuple[Flags, Flags], Step] = {}
 
-    def step(self, needs: Flags, present: Flags, dtypes: tuple[torch.dtype | None, ...]) -> Step:
-        """The backward that wants these inputs' gradients from these outputs' cotangents."""
+    def zeros(self, slot: int) -> Tensor:
+        """The gradient of an argument on which nothing depends."""
+        return torch.zeros(self._shapes[slot], dtype=self.dtypes[slot], device=self._device)
+
+    def missing(self, index: int) -> Tensor:
+        """The cotangent of an output that nobody used, where it cannot be left out."""
+        output = self.job.epilogue.outputs[index]
+        rows = (self.plan.rows,) if output.type.kind.has_rows else ()
+        shape = rows + columns_of(output.type.width, self.plan.columns)
+        return torch.zeros((), dtype=self.job.dtypes[index], device=self._device).expand(shape)
+
+    def step(self, needs: Flags, present: Flags) -> Step:
+        """The backward that wants these arguments' gradients from these outputs' cotangents."""
         key = (needs, present)
-        if key not in self._steps:
-            self._steps[key] = Step(self, needs, present, dtypes)
-        return self._steps[key]
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = Step(self, needs, present)
+        return step
 
     def derivative(self, needs: Flags, present: Flags) -> Derivative:
         """A derivative whose backward loads nothing but what was kept.
@@ -175,82 +199,71 @@ class Tape:
     def _has_all(self, derivative: Derivative) -> bool:
         if derivative.saved:
             return False
-        slots = {"param": self.kept_inputs, "output": self.kept_outputs}
-        return all(
-            load.source == "cotangent" or self._place(load.source, load.name) in slots[load.source]
-            for load in derivative.loads.values()
-        )
+        kept = {("param", slot) for slot in self.kept_tensors + self.kept_numbers}
+        kept |= {("output", index) for index in self.kept_outputs}
+        loads = [self.place(load) for load in derivative.loads.values()]
+        return all(place in kept for place in loads if place[0] != "cotangent")
 
-    def _place(self, source: str, name: str) -> int:
-        return (
-            self.operator.slot(name)
-            if source == "param" and name in self.operator._slots
-            else (self.outputs.get(name, -1) if source == "output" else -1)
-        )
+    def place(self, load: Load) -> tuple[str, int]:
+        """Where a backward's parameter comes from: the position of an argument ("param"), or of an output."""
+        index = self.operator.slot(load.name) if load.source == "param" else self.outputs[load.name]
+        return load.source, index
 
 
 class Step:
-    """One backward: a hosted call of the derived epilogue, and which of its outputs is whose gradient."""
+    """One backward: a hosted call of the derived epilogue, and which of its outputs is whose gradient.
 
-    def __init__(self, tape: Tape, needs: Flags, present: Flags, dtypes: tuple[torch.dtype | None, ...]) -> None:
+    Attributes:
+        gradients: position of an argument -> name of the result that is its gradient.
+        d_acc: the result that is the gradient of the matmul, None where that is zero or there is none.
+        zeros: positions of arguments whose gradient is zero.
+    """
+
+    def __init__(self, tape: Tape, needs: Flags, present: Flags) -> None:
         plan, operator = tape.plan, tape.operator
         derivative = tape.derivative(needs, present)
-        self.tape = tape
-        self.gradients = dict(derivative.gradients)
-        stored = _dtype_per_gradient(derivative, operator, dtypes, plan.default)
+        named = {param: name for param, name in derivative.gradients.items() if name is not None}
+        self.gradients = tuple((operator.slot(p), name) for p, name in named.items() if operator.has_slot(p))
+        self.d_acc = next((name for p, name in named.items() if not operator.has_slot(p)), None)
+        found = {slot for slot, _ in self.gradients} | ({0, 1} if self.d_acc else set())
+        self.zeros = tuple(slot for slot, need in enumerate(needs) if need and slot not in found)
         # A gradient that is one of the loaded tensors needs no kernel.
-        self.aliases = {o.name: name for o in derivative.backward.outputs if (name := _alias(derivative.backward, o))}
-        backward = _without(derivative.backward, self.aliases)
-        loaded = [p.name for p in backward.params]
-        self.loads = {
-            name: (load.source, operator.slot(load.name) if load.source == "param" else tape.outputs[load.name])
-            for name, load in derivative.loads.items()
-            if name in loaded or name in self.aliases.values()
-        }
-        self.loaded = tuple(loaded)
-        self.computed = tuple(o.name for o in backward.outputs)
-        self.plan = None
-        if self.computed:
+        backward = derivative.backward
+        self._aliases = {o.name: param for o in backward.outputs if (param := _alias(backward, o))}
+        backward = _without(backward, self._aliases)
+        self._loaded = tuple(p.name for p in backward.params)
+        self._computed = tuple(o.name for o in backward.outputs)
+        wanted = {*self._loaded, *self._aliases.values()}
+        self._places = {name: tape.place(load) for name, load in derivative.loads.items() if name in wanted}
+        self._tape = tape
+        self._plan = None
+        if self._computed:
             hosted = Operator(backward, on_gemm=False)
-            self.plan = Plan(hosted, plan.rows, plan.columns, plan.compute, plan.default, stored)
+            self._plan = Plan(hosted, plan.rows, plan.columns, plan.compute, plan.default, self._dtypes())
+
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        """Each result's dtype: that of the argument whose gradient it is; where arguments of several dtypes share it,
+        one that holds them all, so that each is rounded once."""
+        dtypes: dict[str, torch.dtype] = {}
+        pairs = [(name, self._tape.dtypes[slot]) for slot, name in self.gradients]
+        for name, dtype in pairs + ([(self.d_acc, self._tape.plan.default)] if self.d_acc else []):
+            dtypes[name] = torch.promote_types(dtypes.get(name, dtype), dtype)
+        return dtypes
 
     def run(
-        self, cotangents: Sequence[Tensor | None], inputs: dict[int, Value], outputs: dict[int, Tensor]
+        self, cotangents: Sequence[Tensor | None], inputs: dict[int, Any], outputs: dict[int, Tensor]
     ) -> dict[str, Tensor]:
-        """The backward's outputs by name."""
-        tables: dict[str, Any] = {"param": inputs, "output": outputs}
-        values: dict[str, Value] = {}
-        for name, (source, index) in self.loads.items():
-            value = cotangents[index] if source == "cotangent" else tables[source][index]
-            values[name] = self._zeros(index, inputs) if value is None else value
-        results = {output: values[name] for output, name in self.aliases.items()}
-        if self.plan is not None:
-            computed = invoke(self.plan, [values[name] for name in self.loaded])
-            results.update(zip(self.computed, computed, strict=True))
-        return results  # type: ignore[return-value]
-
-    def _zeros(self, index: int, inputs: dict[int, Value]) -> Tensor:
-        """A cotangent that is missing, where it cannot be left out."""
-        output = self.tape.job.epilogue.outputs[index]
-        rows = (self.tape.plan.rows,) if output.type.kind.has_rows else ()
-        shape = rows + columns_of(output.type.width, self.tape.plan.columns)
-        device = next((v.device for v in inputs.values() if isinstance(v, Tensor)), None)
-        return torch.zeros((), dtype=self.tape.job.dtypes[index], device=device).expand(shape)
-
-
-def _dtype_per_gradient(
-    derivative: Derivative, operator: Operator, dtypes: tuple[torch.dtype | None, ...], default: torch.dtype
-) -> dict[str, torch.dtype]:
-    """Each backward output's dtype: that of the input whose gradient it is; where inputs of several dtypes share it,
-    one that holds both, so that each is rounded once."""
-    result: dict[str, torch.dtype] = {}
-    for param, name in derivative.gradients.items():
-        if name is None:
-            continue
-        own = dtypes[operator.slot(param)] if param in operator._slots else default
-        assert own is not None  # a number has no gradient
-        result[name] = torch.promote_types(result[name], own) if name in result else own
-    return result
+        """The backward's results by name."""
+        tables: dict[str, Any] = {"param": inputs, "output": outputs, "cotangent": cotangents}
+        values: dict[str, Any] = {}
+        for name, (source, index) in self._places.items():
+            value = tables[source][index]
+            values[name] = self._tape.missing(index) if value is None else value
+        results: dict[str, Tensor] = {output: values[name] for output, name in self._aliases.items()}
+        if self._plan is not None:
+            computed = invoke(self._plan, [values[name] for name in self._loaded])
+            results.update(zip(self._computed, computed, strict=True))
+        return results
 
 
 def _alias(backward: Epilogue, output: Output) -> str | None:
@@ -275,8 +288,8 @@ def invoke(plan: Plan, values: Sequence[Value]) -> Sequence[Tensor]:
     if torch.is_grad_enabled():
         requires = tuple([isinstance(v, Tensor) and v.requires_grad for v in values])
         if True in requires:
-            tape = plan.tape(requires)
-            outputs: tuple[Tensor, ...] = _Call.apply(tape, *values)
+            tape = plan.tape(requires, values)
+            outputs: tuple[Tensor, ...] = _apply(tape, *values)
             return outputs[: tape.visible]
     return execute(plan.job, values)
 
@@ -289,48 +302,40 @@ class _Call(torch.autograd.Function):
         outputs = tuple(execute(tape.job, values))
         ctx.set_materialize_grads(False)
         ctx.tape = tape
-        tensors, numbers = [], {}
-        for slot in tape.kept_inputs:
-            value = values[slot]
-            if isinstance(value, Tensor):
-                tensors.append(value)
-            else:
-                numbers[slot] = value
-        ctx.numbers = numbers
-        ctx.dtypes = tuple([v.dtype if isinstance(v, Tensor) else None for v in values])
-        ctx.shapes = tuple([v.shape if isinstance(v, Tensor) else None for v in values])
-        ctx.save_for_backward(*tensors, *[outputs[i] for i in tape.kept_outputs])
+        ctx.numbers = [values[slot] for slot in tape.kept_numbers]
+        ctx.save_for_backward(*[values[slot] for slot in tape.kept_tensors], *[outputs[i] for i in tape.kept_outputs])
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         tape: Tape = ctx.tape
-        needs: Flags = tuple(ctx.needs_input_grad[1:])
+        needs: Flags = ctx.needs_input_grad[1:]
         present = tuple([c is not None for c in cotangents])
         if True not in present:
             return (None,) * (1 + len(needs))
-        saved = iter(ctx.saved_tensors)
-        inputs = {i: ctx.numbers[i] if i in ctx.numbers else next(saved) for i in tape.kept_inputs}
-        outputs = {i: next(saved) for i in tape.kept_outputs}
-        step = tape.step(needs, present, ctx.dtypes)
+        saved = ctx.saved_tensors
+        count = len(tape.kept_tensors)
+        inputs: dict[int, Any] = dict(zip(tape.kept_tensors, saved[:count], strict=True))
+        inputs.update(zip(tape.kept_numbers, ctx.numbers, strict=True))
+        outputs = dict(zip(tape.kept_outputs, saved[count:], strict=True))
+        step = tape.step(needs, present)
         results = step.run(cotangents, inputs, outputs)
-        device = next(c.device for c in cotangents if c is not None)
-
-        def zeros(slot: int) -> Tensor:
-            return torch.zeros(ctx.shapes[slot], dtype=ctx.dtypes[slot], device=device)
-
         gradients: list[Tensor | None] = [None] * len(needs)
-        for param, name in step.gradients.items():
-            if param in tape.operator._slots:
-                slot = tape.operator.slot(param)
-                gradients[slot] = zeros(slot) if name is None else results[name].to(ctx.dtypes[slot])
-            else:
-                d_acc = None if name is None else results[name].to(tape.plan.default)
-                if needs[0]:
-                    gradients[0] = zeros(0) if d_acc is None else tape.plan.matmul(d_acc, inputs[1].T)
-                if needs[1]:
-                    gradients[1] = zeros(1) if d_acc is None else tape.plan.matmul(d_acc.T, inputs[0].T)
+        for slot in step.zeros:
+            gradients[slot] = tape.zeros(slot)
+        for slot, name in step.gradients:
+            gradients[slot] = results[name].to(tape.dtypes[slot])
+        if step.d_acc is not None:
+            d_acc = results[step.d_acc].to(tape.plan.default)
+            if needs[0]:
+                gradients[0] = tape.plan.matmul(d_acc, inputs[1].T)
+            if needs[1]:
+                gradients[1] = tape.plan.matmul(d_acc.T, inputs[0].T)
         return (None, *gradients)
+
+
+# What Function.apply adds to this prepares for torch.func, which `module` refuses, and costs as much as all of our own.
+_apply: Any = super(torch.autograd.Function, _Call).apply
 
 
 def _matmul_epilogue() -> Epilogue:

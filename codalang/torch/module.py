@@ -62,7 +62,7 @@ class Hosting:
     def call_bound(self, values: list[Any], extents: tuple[Extent, Extent] | None = None) -> Sequence[Tensor]:
         """The outputs, for values in the order of the signature."""
         _refuse_transforms(values)
-        if self.signature.on_gemm:
+        if self.signature.on_gemm and torch._C._is_any_autocast_enabled():
             _autocast(values)
         binding, plan = self._plan(values, extents)
         for slot in binding.moved:
