@@ -85,7 +85,7 @@ class Reduce:
 Output = Store | Reduce
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)  # launching looks kernels up by their epilogue
 class Epilogue:
     """A tile-local function of a GEMM's accumulator and of further inputs.  See the module's docstring."""
 
