@@ -5,7 +5,7 @@ few outputs of every sort.  It shrinks towards few steps, `add`, and the accumul
 
 Programs are numerically tame, so that a comparison to 1e-9 means something: inputs lie in [-2, 2], each value carries
 an interval that contains it, and where an operand's interval would make an op overflow, divide by nearly zero or
-leave its domain, the operand is first wrapped (tanh(x), 1 + x*x).  Inputs are real numbers at random, so that two
+leave its domain, the operand is first made tame (2^-k * x, 1 + x*x).  Inputs are real numbers at random, so that two
 different values are equal, or a value is at a kink, with probability zero; a program may still compare a value with
 itself, and there the derivative is the same convention on both sides.
 """
@@ -28,8 +28,9 @@ from codalang.ir.ops import OPS
 from codalang.ir.types import STORAGE_DTYPES, WIDTHS, Dtype, Kind, ValueType
 
 INPUT_BOUND = 2.0
-# Above this a value is squashed before it is used further.
-LARGE = 20.0
+# A value that may be larger is scaled before it is used further.  tanh(6) is 1 - 1e-5: no op saturates, or the rounding
+# of 1 - y * y would be all there is of a derivative.
+LARGE = 6.0
 # A denominator or the argument of a logarithm or root is at least this.
 SMALL = 0.25
 
@@ -126,11 +127,16 @@ class _Draft:
         if value.type.dtype is Dtype.BOOL:
             return value
         if _POSITIVE.get(op) == position and low < SMALL:
-            value = self.node("tanh", value) if max(abs(low), abs(high)) > LARGE else value
+            value = self.scaled(value, LARGE)
             return self.node("add", self.constant(1.0), self.node("mul", value, value))
-        if (op in _EXPONENTIALS and high > 3) or max(abs(low), abs(high)) > LARGE:
-            return self.node("tanh", value)
-        return value
+        return self.scaled(value, INPUT_BOUND if op in _EXPONENTIALS else LARGE)
+
+    def scaled(self, value: Value, bound: float) -> Value:
+        """The value, times a power of two where it may exceed the bound."""
+        largest = max(abs(x) for x in value.interval)
+        if largest <= bound:
+            return value
+        return self.node("mul", self.constant(2.0 ** -math.ceil(math.log2(largest / bound))), value)
 
     def constant(self, number: float | bool) -> Value:
         node = self.builder.const(number)

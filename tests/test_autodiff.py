@@ -702,6 +702,11 @@ DOMAINS = {
         store y: tile[M, N] = join(acc * r, alpha)
         store z: tile[M, N] = join(r, acc)
     }""",
+    "the half of a join that has no columns": """epilogue e(acc: tile[M, N], r: col[M]) {
+        let (a, b) = split(join(r, acc))
+        reduce s: col[M] = sum(a)
+        reduce t: col[M] = sum(exp(a) + b)
+    }""",
     "a row reduced to a col": """epilogue e(acc: tile[M, N], b: row[N]) {
         reduce s: col[M] = sum(b * b)
     }""",

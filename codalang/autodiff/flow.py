@@ -69,7 +69,7 @@ def flow_back(
             graph.hint(cotangent.node, names.cotangent_hint(node.hint))
         operands = [expr(graph, a) for a in node.args]
         for arg, contribution in zip(node.args, RULES[node.op](cotangent, expr(graph, index), *operands), strict=True):
-            if contribution is not None and active[arg]:
+            if active[arg] and contribution is not None and not contribution.is_zero:
                 arrivals.setdefault(arg, []).append((index, contribution))
     return result
 
@@ -153,7 +153,8 @@ def _spread(graph: Graph, index: int, value: Expr, donors: Sequence[int]) -> Exp
     """
     donor = expr(graph, donors[0] if donors else index)
     while _width(donor) > _width(value):
-        donor = even(donor)
+        # Not `even` of an expression, which may find that this half has no columns.
+        donor = expr(graph, graph.op("even", donor.node))
     while _width(donor) < _width(value):
         donor = join(donor, donor)
     return apply("where", apply("eq", donor, donor), value, value)

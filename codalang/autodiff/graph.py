@@ -166,7 +166,11 @@ def _neg(graph: Graph, a: int) -> int | None:
 def _half(position: int) -> Callable[[Graph, int], int | None]:
     def pick(graph: Graph, a: int) -> int | None:
         node = graph.nodes[a]
-        return node.args[position] if node.op == "join" else None
+        if node.op != "join":
+            return None
+        # One that gets its columns from the other half keeps them.
+        half = node.args[position]
+        return half if graph.nodes[half].type.width is not None else None
 
     return pick
 
@@ -200,6 +204,11 @@ class Expr:
     graph: Graph = attrs.field(repr=False)
     node: int
     width: Fraction | None
+
+    @property
+    def is_zero(self) -> bool:
+        """True for the constant 0."""
+        return self.graph.number(self.node) == 0.0
 
     @property
     def type(self) -> ValueType:
@@ -266,8 +275,12 @@ def odd(x: Expr) -> Expr:
 
 
 def _halve(op: str, x: Expr) -> Expr:
-    width = None if x.width is None else x.width / 2
-    return Expr(x.graph, x.graph.op(op, x.node) if x.has_columns else x.node, width)
+    node = x.graph.nodes[x.node]
+    if node.op == "join":
+        half = node.args[("even", "odd").index(op)]
+    else:
+        half = x.graph.op(op, x.node) if x.has_columns else x.node
+    return Expr(x.graph, half, None if x.width is None else x.width / 2)
 
 
 def join(a: Operand, b: Operand) -> Expr:

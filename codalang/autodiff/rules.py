@@ -32,6 +32,11 @@ class Halves:
     even: Expr | None
     odd: Expr | None
 
+    @property
+    def is_zero(self) -> bool:
+        """True where both halves are zero."""
+        return all(half is None or half.is_zero for half in (self.even, self.odd))
+
 
 Cotangents = tuple[Expr | Halves | None, ...]
 
