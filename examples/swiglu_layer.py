@@ -95,7 +95,7 @@ def gradients_agree() -> bool:
 
 def relative(got: Tensor, want: Tensor) -> float:
     """|got - want| / |want| in 2-norms; infinite where something is not finite."""
-    error = float((got - want).norm() / want.norm())
+    error = float((got - want).detach().norm() / want.detach().norm())
     return error if error == error else float("inf")
 
 
