@@ -747,6 +747,16 @@ def test_torch_compile(backend):
     assert counter.frame_count <= 2
 
 
+def test_torch_compile_as_the_first_call():
+    """Nothing that only an eager call would have prepared is traced."""
+    torch._dynamo.reset()
+    f = codalang.load("epilogue first(acc: tile[M, N]) { store y: tile[M, N] = tanh(acc) }").first
+    a, w = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)(a, w)
+    ours, expected = (torch.autograd.grad(y.sum(), (a, w)) for y in (compiled, f(a, w)))
+    assert all(torch.equal(o, e) for o, e in zip(ours, expected, strict=True))
+
+
 def test_torch_compile_reports_a_wrong_call(m):
     torch._dynamo.reset()
     compiled = torch.compile(lambda a, w: m.plain(a, w), backend="eager")

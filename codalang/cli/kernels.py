@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from codalang.cli import OK, WRONG, add_program, print_json
 from codalang.cli.programs import chosen, load_program
 from codalang.cli.specs import DTYPES, backward_spec, forward_spec
@@ -16,6 +18,8 @@ from codalang.errors import CodaError, CodaUnsupportedError
 from codalang.ir.epilogue import Epilogue
 from codalang.ir.printer import print_epilogue
 from codalang.ir.simplify import simplify
+from codalang.lower.plan import shared_bytes
+from codalang.lower.spec import KernelSpec
 
 # The configuration depends on the size of the problem; a large one is what kernels are made for.
 ROWS, COLUMNS, DEPTH = 8192, 8192, 4096
@@ -73,7 +77,7 @@ def _emit(epilogue: Epilogue, options: argparse.Namespace) -> list[tuple[str, st
     return [(spec.epilogue.name, _ptx(spec)) for spec in specs]
 
 
-def _specs(epilogue: Epilogue, options: argparse.Namespace) -> list[Any]:
+def _specs(epilogue: Epilogue, options: argparse.Namespace) -> list[KernelSpec]:
     """The forward's kernel, and the backward's where asked for.  With a backward, the forward is the one that saves."""
     if not options.backward:
         return [forward_spec(simplify(epilogue), options.dtype, ROWS, COLUMNS, DEPTH)]
@@ -84,7 +88,7 @@ def _specs(epilogue: Epilogue, options: argparse.Namespace) -> list[Any]:
     ]
 
 
-def _ptx(spec: Any) -> str:
+def _ptx(spec: KernelSpec) -> str:
     import tempfile
 
     from codalang.lower.compile import compile_object
@@ -98,45 +102,64 @@ def _ptx(spec: Any) -> str:
 
 def run_compile(options: argparse.Namespace) -> int:
     """`codalang compile`: objects are written to the directory, the compiler's report to standard output."""
-    from codalang.lower.compile import ARCH, compile_object
-
     _needs_compiler()
     _make_folder(options.output)
     objects = []
     for epilogue in chosen(load_program(options.program), options.name):
         for spec in _specs(epilogue, options):
-            path = options.output / f"{spec.epilogue.name}.o"
-            start = time.perf_counter()
-            report = compile_object(spec, path)
-            facts = {
-                "name": spec.epilogue.name,
-                "object": str(path),
-                "bytes": path.stat().st_size,
-                "arch": ARCH,
-                "seconds": round(time.perf_counter() - start, 3),
-                "registers": report.registers,
-                "spill_bytes": report.spill_bytes,
-                "serialized": report.serialized,
-            }
-            objects.append(facts)
+            objects.append(_compile(spec, options.output / f"{spec.epilogue.name}.o"))
             if not options.json:
-                print(
-                    f"{path}: {ARCH}, {facts['bytes']} bytes, {report.registers} registers, "
-                    f"{report.spill_bytes} bytes spilled, {facts['seconds']:.1f} s"
-                )
-                if report.serialized:
-                    print(f"  the compiler serialized wgmmas: {report.serialized}")
+                _print_object(objects[-1])
     ok = not any(o["spill_bytes"] or o["serialized"] for o in objects)
     if options.json:
         print_json(ok, objects=objects)
     return OK if ok else WRONG
 
 
+def _compile(spec: KernelSpec, path: Path) -> dict[str, Any]:
+    """Compile one kernel; what the compiler and the plan say of it."""
+    from codalang.lower.compile import ARCH, compile_object
+
+    start = time.perf_counter()
+    report = compile_object(spec, path)
+    return {
+        "name": spec.epilogue.name,
+        "object": str(path),
+        "bytes": path.stat().st_size,
+        "arch": ARCH,
+        "seconds": round(time.perf_counter() - start, 3),
+        "registers": report.registers,
+        "spill_bytes": report.spill_bytes,
+        "serialized": report.serialized,
+        "shared_bytes": shared_bytes(spec, spec.config) if spec.config else None,
+        "config": attrs.asdict(spec.config) if spec.config else None,
+    }
+
+
+def _print_object(facts: dict[str, Any]) -> None:
+    print(f"{facts['object']}: {facts['arch']}, {facts['bytes']} bytes, compiled in {facts['seconds']:.1f} s")
+    print(f"  {facts['registers']} registers, {facts['spill_bytes']} bytes spilled", end="")
+    config = facts["config"]
+    if config:
+        (tile_m, tile_n), (cluster_m, cluster_n) = config["tile"], config["cluster"]
+        print(
+            f", {facts['shared_bytes']} bytes of shared memory"
+            f"\n  tile {tile_m} x {tile_n}, cluster {cluster_m} x {cluster_n}, {config['stages']} stages, "
+            f"{'ping-pong' if config['ping_pong'] else 'cooperative'}"
+        )
+    else:
+        print(", hosted on plain tensors")
+    if facts["serialized"]:
+        print(f"  the compiler serialized wgmmas: {facts['serialized']}")
+
+
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".codalang-probe").touch()
+        (folder / ".codalang-probe").unlink()
     except OSError as error:
-        raise CodaError(f"cannot create {folder}: {error.strerror or error}", argument="--output") from None
+        raise CodaError(f"cannot write to {folder}: {error.strerror or error}", argument="--output") from None
 
 
 def _needs_compiler() -> None:

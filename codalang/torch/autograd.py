@@ -143,9 +143,10 @@ class Tape:
         self.plan = plan
         names = frozenset(o.name for o in operator.epilogue.outputs)
         first = operator.derivative(operator.wanted(requires), names)
+        # Where nothing is saved the operator stays: a kernel is found fastest by an epilogue that is the same object.
         self.operator = Operator(first.forward, operator.on_gemm) if first.saved else operator
-        self.job = plan.job_of(first.forward)
-        self.outputs = {o.name: i for i, o in enumerate(first.forward.outputs)}
+        self.job = plan.job_of(first.forward) if first.saved else plan.job
+        self.outputs = {o.name: i for i, o in enumerate(self.operator.epilogue.outputs)}
         self.visible = len(operator.epilogue.outputs)
         inputs = {operator.slot(load.name) for load in first.loads.values() if load.source == "param"}
         if operator.on_gemm:

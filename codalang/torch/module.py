@@ -42,7 +42,7 @@ _REMEMBERED_CALLS = 1024
 class Hosting:
     """One way to call an epilogue: on a GEMM, or hosted on plain tensors."""
 
-    def __init__(self, epilogue: Epilogue, on_gemm: bool, text: Callable[[], str]) -> None:
+    def __init__(self, epilogue: Epilogue, on_gemm: bool, text: str) -> None:
         self.signature = Signature(epilogue, on_gemm)
         self.operator = Operator(simplify(epilogue), on_gemm)
         self._text = text
@@ -100,7 +100,7 @@ class Hosting:
         dtype = torch.float64 if like is not None and like.dtype is torch.float64 else torch.float32
         device = None if like is None else like.device
         tensors = [v if isinstance(v, Tensor) else torch.full((), v, dtype=dtype, device=device) for v in values]
-        return cast(list[Tensor], torch.ops.codalang.call(self._text(), self.signature.on_gemm, tensors, extents))
+        return cast(list[Tensor], torch.ops.codalang.call(self._text, self.signature.on_gemm, tensors, extents))
 
 
 def _packer(epilogue: Epilogue) -> Callable[[Sequence[Tensor]], Any]:
@@ -143,9 +143,9 @@ class EpilogueFunction:
 
     def __init__(self, epilogue: Epilogue, source: str | None = None) -> None:
         self.epilogue = epilogue
-        self._source = source
-        self._on_gemm = Hosting(epilogue, True, lambda: self.source) if epilogue.accumulator is not None else None
-        self._hosted = Hosting(epilogue, False, lambda: self.source)
+        self._source = source or print_epilogue(epilogue)
+        self._on_gemm = Hosting(epilogue, True, self._source) if epilogue.accumulator is not None else None
+        self._hosted = Hosting(epilogue, False, self._source)
 
     def __call__(self, *args: Value, **named: Value) -> Any:
         """Run the epilogue on `a @ w.T`, with `a` [..., K] and `w` [w*N, K]."""
@@ -170,8 +170,6 @@ class EpilogueFunction:
     @property
     def source(self) -> str:
         """The epilogue as .coda text, `fn`s inlined."""
-        if self._source is None:
-            self._source = print_epilogue(self.epilogue)
         return self._source
 
     def derivative(self, wrt: Collection[str] | None = None, cotangents: Collection[str] | None = None) -> Derivative:
