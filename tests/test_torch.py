@@ -502,6 +502,46 @@ def test_only_what_is_needed_is_computed(m, monkeypatch):
     assert [r[2] for r in ran] == [1, 2]
 
 
+# For each: kernels of the forward and of the backward; activation-sized loads and stores of each, in units of M * N.
+# The backward's kernels are the derived epilogue and two GEMMs; what the forward stores beyond its outputs is saved.
+GOLDEN_COUNTS = {
+    "swiglu": (1, 3, (0, 1.5), (1.5, 1)),  # saves acc
+    "bias_gelu": (1, 3, (0, 2), (2, 1)),  # saves acc
+    "residual_rms": (1, 3, (1, 2), (3, 1)),  # saves nothing; d_acc is d_res
+    "scaled_swiglu": (1, 3, (0, 1.5), (1.5, 1)),  # saves acc before its row scale
+}
+
+
+@pytest.mark.parametrize("name", STDLIB)
+def test_golden_counts(name, monkeypatch):
+    rows, columns, k = 6, 10, 1000  # no operand of a matmul is as large as an activation
+    jobs = []
+    real = execute._execute
+
+    def record(job, values, device):
+        outputs = real(job, values, device)
+        loaded = values[2:] if job.on_gemm else values
+        moved = [sum(t.numel() for t in ts if t.dim() == 2) / (rows * columns) for ts in (loaded, outputs)]
+        jobs.append((job.epilogue.name, tuple(moved)))
+        return outputs
+
+    monkeypatch.setattr(execute, "_execute", record)
+    function = _function(name)
+    values = _inputs(function, rows=rows, columns=columns, k=k)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        outputs = _outputs(function(*values))
+    forward, forward_moved, backward_moved = len(jobs), jobs[0][1], None
+    torch.autograd.grad(outputs, values, [torch.randn_like(o) for o in outputs])
+    (backward_moved,) = (moved for job, moved in jobs[1:] if job.endswith("_backward"))
+    assert (forward, len(jobs) - forward, forward_moved, backward_moved) == GOLDEN_COUNTS[name]
+    # Kept are `a`, `w`, and exactly what the derived epilogue loads beside the cotangents: nothing twice.
+    assert len({t.data_ptr() for t in kept}) == len(kept)
+    activations = sum(t.numel() for t in kept if t.shape not in (values[0].shape, values[1].shape) and t.dim() == 2)
+    cotangents = sum(o.numel() for o in outputs if o.dim() == 2)
+    assert (activations + cotangents) / (rows * columns) == backward_moved[0]
+
+
 def test_zero_gradients(m):
     for function in (m.forgetful, m.stopped):
         values = _inputs(function)
