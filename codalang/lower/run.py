@@ -150,7 +150,8 @@ class _Call:
 
     def columns(self, width: Fraction | None) -> int:
         """Columns of something `width` wide, where the accumulator has n."""
-        return int(self.n * (width or self.base) / self.base)
+        width, base = width or self.base, self.base
+        return self.n * width.numerator * base.denominator // (width.denominator * base.numerator)
 
     def load(self, inputs: Mapping[str, torch.Tensor | float], *, pad: bool = True) -> None:
         """Fill `arguments` and `input_dtypes` from the call's inputs."""
