@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import golden_cases
 import pytest
 
-import golden_cases
 from codalang.errors import CodaCallError, CodaError, CodaSyntaxError, Loc, Source
 from codalang.parser import decode, parse, read_source
 

@@ -6,12 +6,12 @@ import time
 from fractions import Fraction
 from pathlib import Path
 
+import golden_cases
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import epilogues
 
-import golden_cases
 from codalang.errors import CodaError, CodaNameError, CodaUnsupportedError, Source
 from codalang.ir.build import EpilogueBuilder
 from codalang.ir.epilogue import Epilogue
@@ -129,7 +129,8 @@ def test_minus_is_folded_into_a_bare_number_only() -> None:
 
 def test_shapes_and_dtypes() -> None:
     e = body(
-        "store a: tile[T, H/2]: f16 = h\nstore b: tile[T, 2*H] = w\nreduce c: row[H]: bf16 = sum(x)\nreduce d: scalar = sum(x)",
+        "store a: tile[T, H/2]: f16 = h\nstore b: tile[T, 2*H] = w\n"
+        "reduce c: row[H]: bf16 = sum(x)\nreduce d: scalar = sum(x)",
         "x: tile[T, H]: bf16, h: row[H/2]: f32, w: row[2*H], c: col[T]: f16, s: scalar: f32",
     )
     assert e.dims == ("T", "H")
@@ -170,7 +171,8 @@ def test_names_of_values_functions_and_outputs_do_not_meet() -> None:
 
 def test_store_does_not_change_what_later_lines_see() -> None:
     e = body(
-        "store acc: tile[M, N] = acc * 2\nstore y: tile[M, N] = acc\nreduce r: col[M] = sum(acc)\nstore z: tile[M, N] = r"
+        "store acc: tile[M, N] = acc * 2\nstore y: tile[M, N] = acc\n"
+        "reduce r: col[M] = sum(acc)\nstore z: tile[M, N] = r"
     )
     assert [e.nodes[o.value].op for o in e.outputs] == ["mul", "param", "param", "param"]
     assert e.nodes[e.outputs[3].value].attr == "r"
@@ -302,7 +304,8 @@ def test_inlining_that_doubles_with_every_level_is_an_error_in_time() -> None:
 TOKENS = [
     *"fn epilogue let store reduce return state program import and or not true false inf nan".split(),
     *"( ) [ ] { } , : = + - * / < <= == != > ** ; @ # \n \r \t".split(" "),
-    *"tile row col scalar M N N/2 2*N f32 bf16 split join sum where max exp sigmoid acc r x y _ 1 2.5 1e5 1e999".split(),
+    *"tile row col scalar M N N/2 2*N f32 bf16 split join sum where max exp sigmoid".split(),
+    *"acc r x y _ 1 2.5 1e5 1e999".split(),
     "\n",
     "epilogue e(acc: tile[M, N], r: col[M]) {\n",
     "    store y: tile[M, N] = ",
@@ -315,7 +318,7 @@ TOKENS = [
 
 
 def parses_or_complains(source: str | Source) -> None:
-    """Nothing but a CodaError comes out, its message can be rendered, and what parses is well-formed and formattable."""
+    """Nothing but a CodaError comes out; what parses is well-formed and can be printed and formatted."""
     try:
         module = parse(source)
     except CodaError as error:

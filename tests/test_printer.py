@@ -7,12 +7,12 @@ from fractions import Fraction
 from pathlib import Path
 
 import attrs
+import golden_cases
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import epilogues
 
-import golden_cases
 from codalang.ir.build import EpilogueBuilder
 from codalang.ir.epilogue import Epilogue
 from codalang.ir.printer import print_epilogue, print_module, print_number

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from pathlib import Path
+from random import Random
 
+import attrs
+import golden_cases
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import epilogues, extents, inputs_for
 
-import golden_cases
+from codalang.errors import CodaTypeError
 from codalang.ir import reference
-from codalang.ir.build import EpilogueBuilder
+from codalang.ir.build import EpilogueBuilder, canonical
 from codalang.ir.epilogue import Epilogue
 from codalang.ir.ops import OPS
 from codalang.ir.printer import print_epilogue
 from codalang.ir.simplify import simplify
-from codalang.ir.types import Dtype, tile
+from codalang.ir.types import COL, SCALAR, Dtype, row, tile
 from codalang.ir.verify import verify
 from codalang.parser import parse, read_source
 
@@ -57,20 +61,66 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((nan | ((a == b) & (torch.signbit(a) == torch.signbit(b)))).all())
 
 
-@given(epilogues(), extents, st.integers(0, 1 << 30), st.booleans())
-def test_values_stay_what_they_were(e: Epilogue, extents: tuple[int, int], seed: int, special: bool) -> None:
+# Ops whose results do not depend on a library's last bits.
+EXACT = sorted(set(OPS) - {"exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "erf"})
+
+
+def untamed(seed: int) -> Epilogue:
+    """Three ops on a few values and constants, so that each meets the results of the others; every value an output.
+
+    Drawn from a seed and not from hypothesis, whose programs are mostly too small for two rules to meet.
+    """
+    random = Random(seed)
+    b = EpilogueBuilder("e", ("M", "N"))
+    for name, type_ in (("x", tile()), ("y", tile()), ("s", SCALAR), ("r", row()), ("c", COL)):
+        b.param(name, type_)
+    for value in random.sample([*SPECIAL, True, False], 4):
+        b.const(value)
+    if random.random() < 0.5:
+        b.op("gt", 0, 1)
+    ops = random.sample(EXACT, 3)
+    for op in random.choices(ops, k=30):
+        operands = []
+        for dtype in OPS[op].operands:
+            options = [i for i, node in enumerate(b.nodes) if node.type.dtype is dtype] or [b.const(True)]
+            constants = [i for i in options if b.nodes[i].op == "const"] or options
+            operands.append(random.choice(random.choice([options, options[:2], options[-4:], constants])))
+        with contextlib.suppress(CodaTypeError):  # the widths do not fit
+            b.op(op, *operands)
+    for index, node in enumerate(list(b.nodes)):
+        if node.type.dtype is Dtype.BOOL:
+            index = b.op("where", index, b.const(3.0), b.const(5.0))
+        b.store(f"o{index}", index, tile(node.type.width or 1))
+        b.reduce(f"p{index}", index, COL)
+    return b.finish()
+
+
+def assert_same_values(e: Epilogue, extents: tuple[int, int], seed: int, special: bool) -> None:
     inputs = inputs_for(e, extents, seed)
     if special:  # zeros of both signs, infinities and NaN among the inputs
         generator = torch.Generator().manual_seed(seed)
         for name, value in inputs.items():
             pick = torch.randint(0, len(SPECIAL), value.shape, generator=generator)
-            use = torch.rand(value.shape, generator=generator) < 0.5
+            use = torch.rand(value.shape, generator=generator) < 0.7
             inputs[name] = torch.where(use, torch.tensor(SPECIAL, dtype=torch.float64)[pick], value)
     before = reference.run(e, inputs, extents=extents)
     after = reference.run(simplified(e), inputs, extents=extents)
     assert list(before) == list(after)
-    for name in before:
-        assert same_bits(before[name], after[name]), name
+    for output in e.outputs:
+        if not same_bits(before[output.name], after[output.name]):
+            alone = canonical(attrs.evolve(e, outputs=(output,)))
+            pytest.fail(f"{print_epilogue(alone)}became\n{print_epilogue(simplify(alone))}for {inputs}")
+
+
+@given(epilogues(), extents, st.integers(0, 1 << 30), st.booleans())
+def test_values_stay_what_they_were(e: Epilogue, extents: tuple[int, int], seed: int, special: bool) -> None:
+    assert_same_values(e, extents, seed, special)
+
+
+@settings(max_examples=4 * settings().max_examples)
+@given(st.integers(0, 1 << 60))
+def test_values_stay_what_they_were_where_identities_apply(seed: int) -> None:
+    assert_same_values(untamed(seed), (8, 8), seed, special=True)
 
 
 NUMERIC = [name for name, info in OPS.items() if not info.resize and Dtype.BOOL not in info.operands]
