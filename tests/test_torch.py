@@ -8,8 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import oracles
 import pytest
+import strategies
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import epilogues, extents
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
@@ -631,6 +636,29 @@ def test_second_derivatives_with_strange_cotangents(name, hosted):
     assert all(_close(g, e, 1e-11) for g, e in zip(ours, expected, strict=True))
 
 
+@given(epilogues(max_steps=10, annotated=False), extents, st.integers(0, 1000), st.data())
+def test_gradients_of_random_programs(epilogue, extents, seed, data):
+    """For any choice of inputs that require gradients, of outputs that were used, and of gradients wanted."""
+    function = EpilogueFunction(epilogue)
+    inputs = strategies.inputs_for(epilogue, extents, seed)
+    leaves = {n: v.requires_grad_(data.draw(st.booleans(), label=f"{n} requires grad")) for n, v in inputs.items()}
+    outputs = _outputs(function.hosted(**leaves, extents=extents))
+    by_name = {o.name: t for o, t in zip(epilogue.outputs, outputs, strict=True) if t.requires_grad}
+    used = [name for name in by_name if data.draw(st.booleans(), label=f"{name} is used")]
+    wanted = [n for n, v in leaves.items() if v.requires_grad and data.draw(st.booleans(), label=f"d_{n} is wanted")]
+    if not used or not wanted:
+        return
+    cotangents = {n: c for n, c in strategies.cotangents_for(epilogue, extents, seed).items() if n in used}
+    ours = torch.autograd.grad(
+        [by_name[n] for n in used], [leaves[n] for n in wanted], [cotangents[n] for n in used], create_graph=True
+    )
+    plain = {name: value.detach() for name, value in inputs.items()}
+    expected = oracles.autograd(epilogue, plain, cotangents, extents)
+    scales = oracles.absolute_contributions(epilogue, plain, cotangents, extents)
+    for name, gradient in zip(wanted, ours, strict=True):
+        oracles.assert_within(gradient.detach(), expected[name], scales[name], 1e-9, name)
+
+
 def test_third_derivative():
     swiglu = codalang.load("swiglu").swiglu
     values = _inputs(swiglu, rows=2, columns=2, k=2)
@@ -833,7 +861,7 @@ def test_opcheck():
 
     values = [v.detach() for v in _inputs(_function("residual_rms"))]
     text = _function("residual_rms").source
-    arguments = (text, True, values, 5, 6, torch.float64, [torch.float64] * 3)
+    arguments = (text, True, values, 5, 6, "torch.float64", ["torch.float64"] * 3)
     opcheck(
         torch.ops.codalang.execute.default, arguments, test_utils="test_faketensor"
     )  # torch cannot check a schema with dtypes

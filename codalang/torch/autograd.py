@@ -143,11 +143,13 @@ class Tape:
         self.plan = plan
         names = frozenset(o.name for o in operator.epilogue.outputs)
         first = operator.derivative(operator.wanted(requires), names)
+        self._first = first
         # Where nothing is saved the operator stays: a kernel is found fastest by an epilogue that is the same object.
         self.operator = Operator(first.forward, operator.on_gemm) if first.saved else operator
         self.job = plan.job_of(first.forward) if first.saved else plan.job
         self.outputs = {o.name: i for i, o in enumerate(self.operator.epilogue.outputs)}
         self.visible = len(operator.epilogue.outputs)
+        self._usual = (requires, tuple(index < self.visible for index in self.outputs.values()))
         inputs = {operator.slot(load.name) for load in first.loads.values() if load.source == "param"}
         if operator.on_gemm:
             inputs |= {other for other, slot in ((1, 0), (0, 1)) if requires[slot]}
@@ -186,6 +188,8 @@ class Tape:
         """
         names = tuple(self.outputs)
         visible = names[: self.visible]
+        if (needs, present) == self._usual:
+            return self._first
         given = tuple(name for name, there in zip(names, present, strict=True) if there)
         for cotangents in (given, tuple(dict.fromkeys(visible + given)), names):
             candidate = self.operator.derivative(self.operator.wanted(needs), frozenset(cotangents))
@@ -207,8 +211,9 @@ class Tape:
 
     def place(self, load: Load) -> tuple[str, int]:
         """Where a backward's parameter comes from: the position of an argument ("param"), or of an output."""
-        index = self.operator.slot(load.name) if load.source == "param" else self.outputs[load.name]
-        return load.source, index
+        if load.source == "param":
+            return "param", self.operator.slot(load.name)
+        return "cotangent" if load.source == "cotangent" else "output", self.outputs[load.name]
 
 
 class Step:

@@ -18,7 +18,10 @@ from torch import Tensor
 from codalang.ir.epilogue import Epilogue
 from codalang.torch import execute as backend
 from codalang.torch.execute import Job
-from codalang.torch.signature import Extent, Value, columns_of
+from codalang.torch.signature import FLOATING, Extent, Value, columns_of
+
+# By name, because torch 2.11 hands a list of dtypes to Python as numbers.
+_DTYPES = {str(dtype): dtype for dtype in FLOATING}
 
 _epilogues: dict[str, Epilogue] = {}
 _texts: dict[int, tuple[Epilogue, str]] = {}
@@ -37,7 +40,13 @@ def execute(job: Job, values: Sequence[Value]) -> Sequence[Tensor]:
     device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
     tensors = [v if isinstance(v, Tensor) else torch.full((), v, dtype=job.compute, device=device) for v in values]
     outputs = torch.ops.codalang.execute(
-        text_of(job.epilogue), job.on_gemm, tensors, job.rows, job.columns, job.compute, list(job.dtypes)
+        text_of(job.epilogue),
+        job.on_gemm,
+        tensors,
+        job.rows,
+        job.columns,
+        str(job.compute),
+        [str(d) for d in job.dtypes],
     )
     return cast(list[Tensor], outputs)
 
@@ -69,15 +78,17 @@ def _execute(
     values: Sequence[Tensor],
     rows: int,
     columns: int,
-    compute: torch.dtype,
-    dtypes: Sequence[torch.dtype],
+    compute: str,
+    dtypes: Sequence[str],
 ) -> list[Tensor]:
     key = (text, on_gemm, rows, columns, compute, *dtypes)
     job = _jobs.get(key)
     if job is None:
         if len(_jobs) > 4096:
             _jobs.clear()
-        job = _jobs[key] = Job(epilogue_of(text), on_gemm, rows, columns, compute, tuple(dtypes))
+        job = _jobs[key] = Job(
+            epilogue_of(text), on_gemm, rows, columns, _DTYPES[compute], tuple(_DTYPES[d] for d in dtypes)
+        )
     return backend.execute(job, values)
 
 
@@ -87,20 +98,20 @@ def _execute_fake(
     values: Sequence[Tensor],
     rows: Extent,
     columns: Extent,
-    compute: torch.dtype,
-    dtypes: Sequence[torch.dtype],
+    compute: str,
+    dtypes: Sequence[str],
 ) -> list[Tensor]:
     results = []
     for output, dtype in zip(epilogue_of(text).outputs, dtypes, strict=True):
         lead = (rows,) if output.type.kind.has_rows else ()
-        results.append(values[0].new_empty(lead + columns_of(output.type.width, columns), dtype=dtype))
+        results.append(values[0].new_empty(lead + columns_of(output.type.width, columns), dtype=_DTYPES[dtype]))
     return results
 
 
 _library: Any = torch.library.Library("codalang", "DEF")
 _library.define(
-    "execute(str text, bool on_gemm, Tensor[] values, SymInt rows, SymInt columns, ScalarType compute, "
-    "ScalarType[] dtypes) -> Tensor[]",
+    "execute(str text, bool on_gemm, Tensor[] values, SymInt rows, SymInt columns, str compute, str[] dtypes)"
+    " -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 for _key in ("CPU", "CUDA"):
