@@ -35,14 +35,19 @@ def no_fault(results: Results, inputs: Mapping[str, Tensor]) -> Results:
 class StandIn:
     """Runs the reference in f32, then lets `fault` spoil the results."""
 
-    def __init__(self, fault: Callable[[Results, Mapping[str, Tensor]], Results] = no_fault) -> None:
+    def __init__(
+        self, fault: Callable[[Results, Mapping[str, Tensor]], Results] = no_fault, shrink: float = 0.0
+    ) -> None:
         self.fault = fault
+        self.shrink = shrink  # of the accumulator, per element of K
 
     def empty(self, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def gemm(self, e: Epilogue, a: Tensor, b: Tensor, inputs: Mapping[str, Tensor]) -> Results:
-        accumulator = a.float() @ b.float().t()
+    def gemm(
+        self, e: Epilogue, a: Tensor, b: Tensor, inputs: Mapping[str, Tensor], *, config: object = None
+    ) -> Results:
+        accumulator = a.float() @ b.float().t() * (1 - self.shrink * a.shape[1])
         width = e.params[0].type.width or 1
         return self._run(e, {e.params[0].name: accumulator, **inputs}, a.dtype, (len(a), int(len(b) / width)), inputs)
 
@@ -170,6 +175,12 @@ def test_f32_results_are_held_to_1e_5() -> None:
 
     case = small("residual_rms", backward=False, on_gemm=True)
     assert [text for text in failures(case, StandIn(off)) if "`ss`" in text]
+
+
+def test_what_tensor_cores_truncate_is_allowed_for_and_no_more() -> None:
+    case = small("residual_rms", backward=False, on_gemm=True, k=14336)
+    assert failures(case, StandIn(shrink=2.0**-30)) == []
+    assert [text for text in failures(case, StandIn(shrink=2.0**-27)) if "`ss`" in text]
 
 
 def test_pairwise_covers_every_pair_in_few_rows() -> None:

@@ -21,6 +21,7 @@ import codalang.parser
 from codalang.autodiff import Derivative, derive
 from codalang.errors import Source
 from codalang.ir.epilogue import Epilogue
+from codalang.lower.plan import TILINGS
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {
@@ -88,7 +89,11 @@ class Subject:
 
 @attrs.frozen
 class Case:
-    """One run: see the module's docstring.  `magnitude` scales the accumulator and every tile input."""
+    """One run: see the module's docstring.
+
+    `magnitude` scales the accumulator and every tile input; `tiling` is an index of `plan.TILINGS`, None for the
+    heuristic's choice.
+    """
 
     subject: Subject
     dtype: str
@@ -101,12 +106,14 @@ class Case:
     vector: str = "dense"
     vector_dtype: str = "f32"
     magnitude: float = 1.0
+    tiling: int | None = None
 
     def __str__(self) -> str:
         layouts = f"a={self.a}, b={self.b}, " if self.subject.on_gemm else ""
         return (
             f"{self.subject}, {self.dtype}, M={self.m} N={self.n} K={self.k}, {layouts}tile={self.tile}, "
             f"vector={self.vector} {self.vector_dtype}, magnitude {self.magnitude:g}"
+            f"{'' if self.tiling is None else f', {TILINGS[self.tiling]}'}"
         )
 
 
@@ -200,9 +207,12 @@ def near_limit(subject: Subject) -> list[Case]:
 
 
 def tilings(subject: Subject) -> list[Case]:
-    """Ragged extents from a few tiles to several for each multiprocessor, so that every tiling has its edges tried."""
-    extents = itertools.product((520, 1104, 2104, 3400, 4104, 8008), (40, 1000)) if subject.on_gemm else ()
-    return [Case(subject, "bf16", 1000, *extent, vector_dtype="same") for extent in extents]
+    """Every tiling that a GEMM may have, on fewer tiles than multiprocessors and on several for each."""
+    extents = ((1000, 520, 40), (3000, 4104, 1000)) if subject.on_gemm else ()
+    return [
+        Case(subject, "bf16", *extent, vector_dtype="same", tiling=tiling)
+        for tiling, extent in itertools.product(range(len(TILINGS)), extents)
+    ]
 
 
 def llama(subject: Subject) -> list[Case]:
