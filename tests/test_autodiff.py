@@ -421,6 +421,11 @@ def test_the_cut_is_minimal(choice: tuple[list[Node], list[int], dict[int, Kept]
     assert sum(kept.capacity for kept in chosen.values()) == _cut_by_trying(nodes, needed, ways)
 
 
+def test_bytes_moved_count_first_and_memory_kept_second() -> None:
+    saved, output = Kept("saved", "a", HALF, HALF), Kept("output", "y", Fraction(1))
+    assert output.capacity < saved.capacity < Kept("output", "y", Fraction(3, 2)).capacity
+
+
 def loaded(derivative: Derivative) -> list[tuple[str, Fraction]]:
     """The activation-sized loads of a backward."""
     return [(p.name, p.type.width) for p in derivative.backward.params if p.type.kind is Kind.TILE]

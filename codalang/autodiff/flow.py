@@ -75,13 +75,10 @@ def flow_back(
 
 
 def _active(graph: Graph, wanted: Collection[str], count: int) -> list[bool]:
-    """For each forward node: does a wanted parameter's cotangent pass through it?"""
+    """For each forward node: does it depend on a wanted parameter?"""
     active: list[bool] = []
     for node in graph.nodes[:count]:
-        if node.op == "param":
-            active.append(node.attr in wanted)
-        else:
-            active.append(node.op != "stop_gradient" and any(active[a] for a in node.args))
+        active.append(node.attr in wanted if node.op == "param" else any(active[a] for a in node.args))
     return active
 
 
