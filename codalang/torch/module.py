@@ -45,7 +45,7 @@ class Hosting:
     def __init__(self, epilogue: Epilogue, on_gemm: bool, text: str) -> None:
         self.signature = Signature(epilogue, on_gemm)
         self.operator = Operator(simplify(epilogue), on_gemm)
-        self._text = text
+        self._text = opaque.one_line(text)
         self._count = len(self.signature.names)
         self._plans: dict[object, tuple[Binding, Plan]] = {}
         self._pack = _packer(epilogue)
@@ -194,7 +194,7 @@ class EpilogueFunction:
 
 
 def _restored(text: str) -> EpilogueFunction:
-    return EpilogueFunction(opaque.epilogue_of(text), text)
+    return EpilogueFunction(opaque.epilogue_of(text))
 
 
 @functools.lru_cache(maxsize=1024)

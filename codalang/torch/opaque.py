@@ -4,6 +4,7 @@
     codalang::call      a whole call: checked, differentiable.  Composite: tracers see through it to `execute`
 
 Both name the epilogue by its .coda text: a traced graph means the same in another process, and may be cached on disk.
+The text is brought to one line, because compilers copy constants into the comments of what they generate.
 In eager mode neither is used, because dispatching to Python costs more than the call itself.
 """
 
@@ -52,23 +53,28 @@ def execute(job: Job, values: Sequence[Value]) -> Sequence[Tensor]:
 
 
 def text_of(epilogue: Epilogue) -> str:
-    """The epilogue as .coda text, printed once."""
+    """The epilogue as one line of .coda text, printed once."""
     from codalang.ir.printer import print_epilogue
 
     key = id(epilogue)
     if key not in _texts:
-        text = print_epilogue(epilogue)
+        text = one_line(print_epilogue(epilogue))
         _texts[key] = (epilogue, text)  # holding the epilogue keeps its id from being reused
         _epilogues.setdefault(text, epilogue)
     return _texts[key][1]
 
 
+def one_line(text: str) -> str:
+    """The text with its line breaks written as `\\n`; printed .coda has no backslash of its own."""
+    return text.replace("\n", "\\n")
+
+
 def epilogue_of(text: str) -> Epilogue:
-    """The epilogue that a text defines, parsed once where this process did not print it."""
+    """The epilogue that a text defines, in one line or several; parsed once where this process did not print it."""
     if text not in _epilogues:
         from codalang.parser import parse
 
-        (_epilogues[text],) = parse(text).epilogues.values()
+        (_epilogues[text],) = parse(text.replace("\\n", "\n")).epilogues.values()
     return _epilogues[text]
 
 
