@@ -17,6 +17,7 @@ test: lint
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 $(VENV)/.ready: pyproject.toml constraints.txt

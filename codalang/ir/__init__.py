@@ -1,12 +1,12 @@
 """The typed intermediate representation.  Imports nothing of the rest of codalang but `errors`.
 
-    types      shape kinds, widths, dtypes
-    ops        the one table of operations
-    epilogue   Epilogue, Param, Node, Store, Reduce
-    infer      the type of an op's result
-    build      EpilogueBuilder, canonical order
-    verify     checks any epilogue, however it was made
-    simplify   folding, common subexpressions, dead code
-    printer    IR -> valid .coda text
-    reference  runs an epilogue with torch: whole, tile by tile, in f32, f64 or rounding mode
+types      shape kinds, widths, dtypes
+ops        the one table of operations
+epilogue   Epilogue, Param, Node, Store, Reduce
+infer      the type of an op's result
+build      EpilogueBuilder, canonical order
+verify     checks any epilogue, however it was made
+simplify   folding, common subexpressions, dead code
+printer    IR -> valid .coda text
+reference  runs an epilogue with torch: whole, tile by tile, in f32, f64 or rounding mode
 """

@@ -68,9 +68,7 @@ class EpilogueBuilder:
             self.nodes[value] = attrs.evolve(node, hint=name)
         return value
 
-    def store(
-        self, name: str, value: int, type: ValueType, dtype: str | None = None, loc: Loc | None = None
-    ) -> None:
+    def store(self, name: str, value: int, type: ValueType, dtype: str | None = None, loc: Loc | None = None) -> None:
         """Declare a tile output.  A value of fewer axes is broadcast.  Raises CodaTypeError where it cannot be."""
         have = self.nodes[value].type
         if type.kind is not Kind.TILE:

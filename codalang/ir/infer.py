@@ -40,8 +40,7 @@ def infer(op: str, operands: Sequence[ValueType], dims: tuple[str, str], loc: Lo
         spelled = "split" if info.resize == "halve" else "join"
         if width is None:
             raise CodaTypeError(
-                f"`{spelled}` needs a value with columns (row or tile), "
-                f"got {operands[0].show(dims)}",
+                f"`{spelled}` needs a value with columns (row or tile), got {operands[0].show(dims)}",
                 loc,
             )
         resized = width / 2 if info.resize == "halve" else width * 2
