@@ -17,9 +17,10 @@ from collections.abc import Sequence
 import attrs
 
 from codalang.errors import CodaNameError, CodaTypeError, Loc
-from codalang.ir.epilogue import Epilogue, Node, Output, Param, Reduce, Store
+from codalang.ir.epilogue import Epilogue, Node, Output, Param, Reduce, State, Store, with_values
 from codalang.ir.infer import infer
 from codalang.ir.ops import REDUCTIONS
+from codalang.ir.states import StateDef
 from codalang.ir.types import SCALAR, Dtype, Kind, ValueType
 
 
@@ -49,16 +50,29 @@ class EpilogueBuilder:
         return self._leaf(Node("param", (), type, name, loc, name))
 
     def const(self, value: float | bool, loc: Loc | None = None) -> int:
-        """A literal: a float, or a bool for a mask."""
+        """A literal: a float, or a bool for a mask.  An index is made by `integer`."""
         if isinstance(value, bool):
             return self._leaf(Node("const", (), ValueType(Kind.SCALAR, None, Dtype.BOOL), value, loc))
         # One nan object, because its hash is its identity.
         return self._leaf(Node("const", (), SCALAR, math.nan if math.isnan(value) else float(value), loc))
 
-    def op(self, op: str, *args: int, loc: Loc | None = None, hint: str | None = None) -> int:
-        """Apply an op of the table.  Raises CodaTypeError where the operands do not fit."""
-        type_ = infer(op, [self.nodes[a].type for a in args], self.dims, loc)
-        self.nodes.append(Node(op, args, type_, None, loc, hint))
+    def integer(self, value: int, loc: Loc | None = None) -> int:
+        """An i32 literal.  Raises CodaTypeError where it does not fit in 32 bits."""
+        if not -(2**31) <= value < 2**31:
+            raise CodaTypeError(f"the index {value} does not fit in 32 bits", loc)
+        return self._leaf(Node("const", (), ValueType(Kind.SCALAR, None, Dtype.I32), value, loc))
+
+    def op(
+        self,
+        op: str,
+        *args: int,
+        attr: str | float | int | None = None,
+        loc: Loc | None = None,
+        hint: str | None = None,
+    ) -> int:
+        """Apply an op of the table.  Raises CodaTypeError where the operands or the attribute do not fit."""
+        type_ = infer(op, [self.nodes[a].type for a in args], self.dims, loc, attr)
+        self.nodes.append(Node(op, args, type_, attr, loc, hint))
         return len(self.nodes) - 1
 
     def hint(self, value: int, name: str) -> int:
@@ -69,13 +83,16 @@ class EpilogueBuilder:
         return value
 
     def store(self, name: str, value: int, type: ValueType, dtype: str | None = None, loc: Loc | None = None) -> None:
-        """Declare a tile output.  A value of fewer axes is broadcast.  Raises CodaTypeError where it cannot be."""
+        """Declare a stored output.  A value of fewer axes is broadcast.  Raises CodaTypeError where it cannot be."""
         have = self.nodes[value].type
-        if type.kind is not Kind.TILE:
-            raise CodaTypeError(f"`store {name}` must be a tile, got {type.show(self.dims)}", loc)
-        if have.dtype is not Dtype.F32 or have.width not in (None, type.width):
+        too_many_axes = (have.kind.has_rows and not type.kind.has_rows) or (
+            have.kind.has_columns and not type.kind.has_columns
+        )
+        if have.dtype is not Dtype.F32 or too_many_axes or have.width not in (None, type.width):
             raise CodaTypeError(
-                f"`store {name}` is declared {type.show(self.dims)}, but its value is {have.show(self.dims)}", loc
+                f"`store {name}` is declared {type.show(self.dims)}, but its value is {have.show(self.dims)}",
+                loc,
+                hint="to sum or take the maximum over an axis, use `reduce`" if too_many_axes else None,
             )
         self._output(Store(name, value, type, dtype, loc))
 
@@ -101,6 +118,37 @@ class EpilogueBuilder:
             )
         self._output(Reduce(name, value, type, how, dtype, loc))
 
+    def state(
+        self,
+        names: Sequence[str],
+        values: Sequence[int],
+        type: ValueType,
+        definition: StateDef,
+        dtype: str | None = None,
+        loc: Loc | None = None,
+    ) -> None:
+        """Declare the first len(names) results of a stateful transform.  Raises CodaTypeError where it does not fit."""
+        if type.kind is Kind.TILE:
+            raise CodaTypeError(f"`state {names[0]}` must be a col, row or scalar, got {type.show(self.dims)}", loc)
+        if len(values) != len(definition.inputs):
+            raise CodaTypeError(f"`{definition.name}` takes {len(definition.inputs)} values, got {len(values)}", loc)
+        if not 1 <= len(names) <= len(definition.results):
+            raise CodaTypeError(
+                f"`{definition.name}` has {len(definition.results)} results, got {len(names)} names", loc
+            )
+        widths = {w for w in (type.width, *(self.nodes[v].type.width for v in values)) if w is not None}
+        for (wanted, input_dtype), value in zip(definition.inputs, values, strict=True):
+            have = self.nodes[value].type
+            if have.dtype is not input_dtype or len(widths) > 1:
+                raise CodaTypeError(
+                    f"`{wanted}` of `{definition.name}` must be {input_dtype.value} over the columns of "
+                    f"{type.show(self.dims)}, got {have.show(self.dims)}",
+                    loc,
+                )
+        for index, name in enumerate(names):
+            result = attrs.evolve(type, dtype=definition.results[index][1])
+            self._output(State(name, tuple(values), result, definition, index, dtype, loc))
+
     def finish(self) -> Epilogue:
         """The finished epilogue in canonical order, dead nodes dropped."""
         return canonical(
@@ -125,16 +173,16 @@ class EpilogueBuilder:
 
 def canonical(epilogue: Epilogue) -> Epilogue:
     """The same epilogue with its live nodes in the order in which a walk from the outputs first needs them."""
-    order = _postorder(epilogue.nodes, [o.value for o in epilogue.outputs])
+    order = postorder(epilogue.nodes, [value for o in epilogue.outputs for value in o.values])
     new_index = {old: new for new, old in enumerate(order)}
     nodes = tuple(
         attrs.evolve(epilogue.nodes[old], args=tuple(new_index[a] for a in epilogue.nodes[old].args)) for old in order
     )
-    outputs = tuple(attrs.evolve(o, value=new_index[o.value]) for o in epilogue.outputs)
+    outputs = tuple(with_values(o, tuple(new_index[v] for v in o.values)) for o in epilogue.outputs)
     return attrs.evolve(epilogue, nodes=nodes, outputs=outputs)
 
 
-def _postorder(nodes: Sequence[Node], roots: Sequence[int]) -> list[int]:
+def postorder(nodes: Sequence[Node], roots: Sequence[int]) -> list[int]:
     """Operands before users, left to right, each once.  Iterative: programs may be deep."""
     order: list[int] = []
     done: set[int] = set()

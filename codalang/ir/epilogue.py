@@ -2,7 +2,7 @@
 
     Epilogue = name, dims, params, nodes, outputs
     Node     = op(args...) : type           -- SSA: a node's index in `nodes` is its name
-    Output   = Store(name, value) | Reduce(name, value, how)
+    Output   = Store(name, value) | Reduce(name, value, how) | State(name, values, definition, result)
 
 `nodes` lists every node once, operands before users, in the order in which a walk from the outputs first needs
 them (see `build.canonical`).  Two epilogues that mean the same therefore compare equal, whatever names their
@@ -11,7 +11,7 @@ them (see `build.canonical`).  Two epilogues that mean the same therefore compar
 A node is one of
 
     param            attr = the parameter's name
-    const            attr = a float, or a bool
+    const            attr = a float, an int (i32), or a bool
     any op of ops.OPS
 
 The first parameter is the accumulator of the matmul that hosts the epilogue, if it is a tile.  An epilogue without
@@ -25,11 +25,15 @@ a broadcast exact.
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import attrs
 
 from codalang.errors import Loc
 from codalang.ir.types import Kind, ValueType
+
+if TYPE_CHECKING:
+    from codalang.ir.states import StateDef
 
 
 @attrs.frozen
@@ -50,14 +54,17 @@ class Node:
     args: tuple[int, ...]
     type: ValueType
     # Compared as written: 0.0 is not -0.0, and nan is nan.
-    attr: str | float | bool | None = attrs.field(default=None, eq=repr)
+    attr: str | float | int | bool | None = attrs.field(default=None, eq=repr)
     loc: Loc | None = attrs.field(default=None, eq=False, repr=False)
     hint: str | None = attrs.field(default=None, eq=False, repr=False)
 
 
 @attrs.frozen
 class Store:
-    """A tile output of shape `type`, rounded to `dtype` (None: the dtype of A at the call)."""
+    """An output of shape `type`, rounded to `dtype`.
+
+    None stands for the dtype of A at the call where it is a tile, and for f32 where it is a vector or a scalar.
+    """
 
     name: str
     value: int
@@ -65,13 +72,18 @@ class Store:
     dtype: str | None = None
     loc: Loc | None = attrs.field(default=None, eq=False, repr=False)
 
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The nodes that the output depends on."""
+        return (self.value,)
+
 
 @attrs.frozen
 class Reduce:
-    """A reduction of `value` over the axes that `type` lacks.
+    """A reduction of `value` over the axes that `type` lacks: `how` is sum, max or min.
 
-    `width` is the width of the domain that is summed: the value's own where it has one, the row's for a row result,
-    and 1 otherwise.  `dtype` is the storage dtype of the merged result (None: f32).
+    The width of its domain is the value's own where it has one, the row's for a row result, and 1 otherwise.  `dtype`
+    is the storage dtype of the merged result (None: f32).
     """
 
     name: str
@@ -81,8 +93,40 @@ class Reduce:
     dtype: str | None = None
     loc: Loc | None = attrs.field(default=None, eq=False, repr=False)
 
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The nodes that the output depends on."""
+        return (self.value,)
 
-Output = Store | Reduce
+
+@attrs.frozen
+class State:
+    """One result of a stateful transform of `values` over the axes that `type` lacks.
+
+    Results of one transform are outputs of their own with equal `values`, `definition` and shape; the kernel folds
+    once for all of them.  `type.dtype` is the result's register dtype.
+    """
+
+    name: str
+    values: tuple[int, ...]
+    type: ValueType
+    definition: StateDef
+    result: int = 0
+    dtype: str | None = None
+    loc: Loc | None = attrs.field(default=None, eq=False, repr=False)
+
+    @property
+    def value(self) -> int:
+        """The first node that the output depends on: it gives the domain's width."""
+        return self.values[0]
+
+
+Output = Store | Reduce | State
+
+
+def with_values(output: Output, values: tuple[int, ...]) -> Output:
+    """The same output of other nodes."""
+    return attrs.evolve(output, values=values) if isinstance(output, State) else attrs.evolve(output, value=values[0])
 
 
 @attrs.frozen(cache_hash=True)  # launching looks kernels up by their epilogue
@@ -105,12 +149,22 @@ class Epilogue:
     @property
     def stores(self) -> tuple[Store, ...]:
         """The tile outputs, in textual order."""
-        return tuple(o for o in self.outputs if isinstance(o, Store))
+        return tuple(o for o in self.outputs if isinstance(o, Store) and o.type.kind is Kind.TILE)
+
+    @property
+    def vectors(self) -> tuple[Store, ...]:
+        """The stored rows, cols and scalars, in textual order."""
+        return tuple(o for o in self.outputs if isinstance(o, Store) and o.type.kind is not Kind.TILE)
 
     @property
     def reductions(self) -> tuple[Reduce, ...]:
         """The reductions, in textual order."""
         return tuple(o for o in self.outputs if isinstance(o, Reduce))
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """The results of stateful transforms, in textual order."""
+        return tuple(o for o in self.outputs if isinstance(o, State))
 
     def param(self, name: str) -> Param:
         """The parameter of that name.  Raises KeyError where there is none."""
@@ -130,10 +184,11 @@ class Epilogue:
             for arg in node.args:
                 counts[arg] += 1
         for output in self.outputs:
-            counts[output.value] += 1
+            for value in output.values:
+                counts[value] += 1
         return counts
 
     def domain_width(self, output: Output) -> Fraction:
         """The width of the [M, w*N] domain that an output covers."""
-        value = self.nodes[output.value].type
-        return output.type.width or value.width or Fraction(1)
+        widths = [self.nodes[v].type.width for v in output.values]
+        return output.type.width or next((w for w in widths if w is not None), Fraction(1))

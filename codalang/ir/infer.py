@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 from codalang.errors import CodaTypeError, Loc
-from codalang.ir.ops import OPS
-from codalang.ir.types import WIDTHS, Kind, ValueType, show_extent
+from codalang.ir.ops import OPS, OpInfo
+from codalang.ir.types import STORAGE_DTYPES, WIDTHS, Dtype, Kind, ValueType, show_extent
 
 
-def infer(op: str, operands: Sequence[ValueType], dims: tuple[str, str], loc: Loc | None = None) -> ValueType:
-    """The type of `op(operands)`.
+def infer(
+    op: str,
+    operands: Sequence[ValueType],
+    dims: tuple[str, str],
+    loc: Loc | None = None,
+    attr: str | float | int | None = None,
+) -> ValueType:
+    """The type of `op(operands)`, with its static attribute.
 
     Kinds broadcast: a row with a col gives a tile.  Widths must agree.
-    Raises CodaTypeError (at `loc`) for a wrong count, dtype, kind or width, KeyError for an unknown op.
+    Raises CodaTypeError (at `loc`) for a wrong count, dtype, kind, width or attribute, KeyError for an unknown op.
     """
     info = OPS[op]
     spelled = info.infix or op
     if len(operands) != len(info.operands):
         raise CodaTypeError(f"`{spelled}` takes {len(info.operands)} operands, got {len(operands)}", loc)
-    for position, (want, have) in enumerate(zip(info.operands, operands, strict=True), start=1):
-        if want is not have.dtype:
-            raise CodaTypeError(
-                f"operand {position} of `{spelled}` must be {want.value}, got {have.show(dims)}",
-                loc,
-                hint="compare first: `x != 0` makes a mask of a number, `where(mask, 1, 0)` a number of a mask",
-            )
+    result = _result_dtype(info, spelled, operands, dims, loc)
+    _check_attribute(info, op, attr, loc)
+    if not operands:
+        assert info.kind is not None
+        return ValueType(info.kind, Fraction(1) if info.kind.has_columns else None, result)
     widths = [t.width for t in operands if t.width is not None]
     for other in widths[1:]:
         if other != widths[0]:
@@ -51,4 +57,53 @@ def infer(op: str, operands: Sequence[ValueType], dims: tuple[str, str], loc: Lo
                 loc,
             )
         width = resized
-    return ValueType(kind, width, info.result)
+    if info.attr == "group" and width is None:
+        raise CodaTypeError(f"`{op}` needs a value with columns (row or tile), got {operands[0].show(dims)}", loc)
+    return ValueType(kind, width, result)
+
+
+def _result_dtype(
+    info: OpInfo, spelled: str, operands: Sequence[ValueType], dims: tuple[str, str], loc: Loc | None
+) -> Dtype:
+    """The result's dtype by the first signature that fits, or an error about the operand that fits none."""
+    have = tuple(t.dtype for t in operands)
+    for wanted, result in info.signatures:
+        if wanted == have:
+            return result
+    for position, operand in enumerate(operands, start=1):
+        allowed = {wanted[position - 1] for wanted, _ in info.signatures}
+        if operand.dtype not in allowed:
+            names = " or ".join(sorted(d.value for d in allowed))
+            raise CodaTypeError(
+                f"operand {position} of `{spelled}` must be {names}, got {operand.show(dims)}",
+                loc,
+                hint=_DTYPE_HINTS[operand.dtype],
+            )
+    shown = ", ".join(t.show(dims) for t in operands)
+    raise CodaTypeError(
+        f"the operands of `{spelled}` must agree in dtype, got {shown}", loc, hint=_DTYPE_HINTS[Dtype.I32]
+    )
+
+
+_DTYPE_HINTS = {
+    Dtype.F32: "compare first: `x != 0` makes a mask of a number, `where(mask, 1, 0)` a number of a mask",
+    Dtype.BOOL: "compare first: `x != 0` makes a mask of a number, `where(mask, 1, 0)` a number of a mask",
+    Dtype.I32: "`float(i)` makes a number of an index",
+}
+
+
+def _check_attribute(info: OpInfo, op: str, attr: str | float | int | None, loc: Loc | None) -> None:
+    fits = {
+        None: attr is None,
+        "exponent": isinstance(attr, float) and math.isfinite(attr),
+        "dtype": attr in STORAGE_DTYPES,
+        "group": isinstance(attr, int) and not isinstance(attr, bool) and attr >= 2 and attr & (attr - 1) == 0,
+    }[info.attr]
+    wanted = {
+        None: "no attribute",
+        "exponent": "a constant exponent",
+        "dtype": f"a storage dtype ({', '.join(STORAGE_DTYPES)})",
+        "group": "a constant group size that is a power of two",
+    }[info.attr]
+    if not fits:
+        raise CodaTypeError(f"`{op}` needs {wanted}, got {attr!r}", loc)

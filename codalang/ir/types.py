@@ -12,8 +12,9 @@ The kinds are the ways a value can vary over one GEMM output of shape [M, N]:
 `w`, the *width*, counts columns in units of the epilogue's base extent N: `split` halves it, `join` doubles it.
 A col or a scalar has no columns of its own, hence no width (None).
 
-In registers a value is f32, or bool for a mask.  *Storage* dtypes (bf16, f16, f32) belong to the tensors an
-epilogue loads and stores; None stands for "the dtype of the tensor passed at the call".
+In registers a value is f32, i32 for an index or a target, or bool for a mask.  *Storage* dtypes belong to the tensors
+an epilogue loads and stores: bf16, f16 and f32 are widened to f32; i32 and i64 are i32 in registers, bool is bool.
+None stands for "the floating dtype of the tensor passed at the call".
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import attrs
 WIDTHS = (Fraction(1, 2), Fraction(1), Fraction(2))
 
 STORAGE_DTYPES = ("bf16", "f16", "f32")
+INTEGER_DTYPES = ("i32", "i64")
+PARAM_DTYPES = (*STORAGE_DTYPES, *INTEGER_DTYPES, "bool")
 
 
 class Kind(enum.Enum):
@@ -65,7 +68,15 @@ class Dtype(enum.Enum):
     """The dtype of a value in registers."""
 
     F32 = "f32"
+    I32 = "i32"
     BOOL = "bool"
+
+
+def register_dtype(storage: str | None) -> Dtype:
+    """The register dtype of a loaded storage dtype; see the module's docstring."""
+    if storage in INTEGER_DTYPES:
+        return Dtype.I32
+    return Dtype.BOOL if storage == "bool" else Dtype.F32
 
 
 @attrs.frozen
