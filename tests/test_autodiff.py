@@ -26,7 +26,7 @@ from codalang.autodiff.flow import REDUCTION_RULES
 from codalang.autodiff.graph import Graph
 from codalang.autodiff.rules import RULES
 from codalang.autodiff.save import Kept, choose
-from codalang.errors import CodaCallError
+from codalang.errors import CodaCallError, CodaUnsupportedError
 from codalang.ir import reference
 from codalang.ir.build import EpilogueBuilder
 from codalang.ir.epilogue import Epilogue, Node
@@ -363,6 +363,28 @@ def test_hosted_reads_the_accumulator_again(epilogue: Epilogue, size: tuple[int,
     assert accumulator is None or Load("saved", f"saved_{accumulator.name}") not in derivative.loads.values()
 
 
+@given(epilogues(), extents, seeds, st.data())
+def test_what_was_kept_for_all_is_enough_for_some(
+    epilogue: Epilogue, size: tuple[int, int], seed: int, data: st.DataObject
+) -> None:
+    """The forward has run and kept what every gradient needs; then only some are wanted, of some cotangents."""
+    full = derive(epilogue)
+    kept = {
+        attrs.evolve(load, source="output") if load.source == "saved" else load
+        for load in full.loads.values()
+        if load.source != "cotangent"
+    }
+    wrt = data.draw(st.sets(st.sampled_from([p.name for p in epilogue.params])))
+    present = data.draw(st.sets(st.sampled_from([o.name for o in epilogue.outputs])))
+    derivative = derive(full.forward, wrt=wrt, cotangents=present, kept=kept)
+    note_program(full.forward, derivative)
+    assert derivative.saved == () and derivative.forward == full.forward
+    assert {load for load in derivative.loads.values() if load.source != "cotangent"} <= kept
+    inputs = inputs_for(epilogue, size, seed)
+    cotangents = {name: c for name, c in cotangents_for(epilogue, size, seed).items() if name in present}
+    check_gradients(full.forward, derivative, inputs, cotangents, size)
+
+
 @given(epilogues(), extents, seeds)
 def test_simplification_keeps_gradients(epilogue: Epilogue, size: tuple[int, int], seed: int) -> None:
     """What derives from a simplified forward, simplified again, is the gradient of the forward as written."""
@@ -416,8 +438,8 @@ def _choices(draw: Callable[..., object]) -> tuple[list[Node], list[int], dict[i
 @given(_choices())
 def test_the_cut_is_minimal(choice: tuple[list[Node], list[int], dict[int, Kept]]) -> None:
     nodes, needed, ways = choice
-    chosen = choose(nodes, needed, ways)
-    assert _suffices(nodes, needed, set(chosen))
+    chosen = choose(nodes, needed, ways, free=[False] * len(nodes))
+    assert chosen is not None and _suffices(nodes, needed, set(chosen))
     assert sum(kept.capacity for kept in chosen.values()) == _cut_by_trying(nodes, needed, ways)
 
 
@@ -544,6 +566,17 @@ def test_half_of_an_accumulator_is_saved_where_that_is_enough() -> None:
         }"""
     )
     assert stored(derivative.forward) == [("y", HALF), ("saved_a", HALF)]
+
+
+def test_what_was_kept_must_suffice() -> None:
+    epilogue = standard("scaled_swiglu")
+    with pytest.raises(CodaUnsupportedError, match="needs more of its forward than was kept, which is `r`"):
+        derive(epilogue, kept=[Load("param", "r")])
+    forward = derive(epilogue).forward
+    with pytest.raises(CodaUnsupportedError, match="than was kept, which is `saved_acc`"):
+        derive(forward, kept=[Load("output", "saved_acc")])
+    derivative = derive(forward, cotangents=["y"], kept=[Load("output", "saved_acc"), Load("param", "r")])
+    assert loaded(derivative) == [("d_y", HALF), ("saved_acc", 1)]
 
 
 def test_a_wide_annotation_costs_twice() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from codalang.cli import main
+from codalang.ir.ops import OPS
+from codalang.parser import parse
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -21,9 +23,9 @@ def canonical(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", re.split(r"[<>=!~\[ ;]", requirement)[0]).lower()
 
 
-def blocks(language: str) -> list[str]:
-    """The README's fenced blocks of a language."""
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = README) -> list[str]:
+    """A page's fenced blocks of a language."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     return [text for name, text in fenced if name == language]
 
 
@@ -72,6 +74,15 @@ def test_the_readme_lists_the_commands_and_the_library(capsys: pytest.CaptureFix
     commands = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
     assert commands == re.findall(r"^\| `codalang (\w+)", README, re.MULTILINE)
     assert sorted(re.findall(r"^\| \[`(\w+)`\]", README, re.MULTILINE)) == [path.stem for path in LIBRARY]
+
+
+def test_the_language_page_speaks_the_language() -> None:
+    """Its example is right, and it names every function there is."""
+    page = (ROOT / "docs/language.md").read_text()
+    (example,) = blocks("coda", page)
+    assert list(parse(example).epilogues) == ["example"]
+    functions = {name for name, info in OPS.items() if info.infix is None and name not in ("even", "odd")}
+    assert {name for name in functions if not re.search(rf"\b{name}\b", page)} == set()
 
 
 def test_links_lead_somewhere() -> None:

@@ -18,7 +18,7 @@ from codalang.autodiff.flow import flow_back
 from codalang.autodiff.graph import Expr, Graph, is_tile
 from codalang.autodiff.names import Names
 from codalang.autodiff.save import Kept, choose, savable, units
-from codalang.errors import CodaCallError
+from codalang.errors import CodaCallError, CodaUnsupportedError
 from codalang.ir.build import canonical
 from codalang.ir.epilogue import Epilogue, Node, Output, Param, Reduce, Store
 from codalang.ir.infer import infer
@@ -32,6 +32,7 @@ def derive(
     cotangents: Collection[str] | None = None,
     share: bool = True,
     hosted: bool = False,
+    kept: Collection[Load] | None = None,
 ) -> Derivative:
     """Derive an epilogue's backward.
 
@@ -41,10 +42,12 @@ def derive(
         cotangents: outputs whose cotangent is present (default: all); that of the others is zero.
         share: parameters whose gradients are equal, and of equal annotated dtype, share one output.
         hosted: the accumulator is a plain tensor that can be loaded again, not the result of a matmul.
+        kept: what the backward may load beside cotangents, where the forward has run already ("param" and "output");
+            nothing is saved then.  Default: whatever moves the fewest bytes, saving included.
 
     Raises:
         CodaCallError: `wrt` or `cotangents` has a name that the epilogue has not.
-        CodaUnsupportedError: a cotangent arrives at a reduction without a rule.
+        CodaUnsupportedError: a cotangent arrives at a reduction without a rule, or `kept` is not enough.
     """
     wanted = _checked(epilogue, "wrt", wrt, [p.name for p in epilogue.params])
     present = _checked(epilogue, "cotangents", cotangents, [o.name for o in epilogue.outputs])
@@ -56,34 +59,34 @@ def derive(
     outputs, gradients = _outputs(graph, epilogue, names, wanted, found, share)
     primal = _primal(graph, seeds.values())
     needed = _needed(graph, primal, [o.value for o in outputs])
-    ways = _ways(graph, epilogue, indices, primal, hosted)
-    kept = _named(graph, names, choose(graph.nodes, needed, ways))
-    inputs = _inputs(graph, epilogue, names, kept)
+    ways = _ways(graph, epilogue, indices, primal, hosted, kept)
+    loaded = _named(graph, names, _chosen(graph, epilogue, needed, ways, kept))
+    inputs = _inputs(graph, epilogue, names, loaded)
     backward = _backward(graph, epilogue, outputs, inputs)
     loads = {i.param.name: i.load for i in inputs}
     return Derivative(
-        forward=_forward(graph, epilogue, indices, kept),
+        forward=_forward(graph, epilogue, indices, loaded),
         backward=backward,
-        saved=tuple(str(k.name) for k in kept.values() if k.how == "saved"),
+        saved=tuple(str(k.name) for k in loaded.values() if k.how == "saved"),
         gradients=gradients,
         cotangents={loads[p.name].name: p.name for p in backward.params if loads[p.name].source == "cotangent"},
         loads={p.name: loads[p.name] for p in backward.params},
-        plan=_plan(graph, indices, needed, kept),
+        plan=_plan(graph, indices, needed, loaded),
     )
 
 
-def _checked(epilogue: Epilogue, argument: str, chosen: Collection[str] | None, known: Sequence[str]) -> list[str]:
+def _checked(epilogue: Epilogue, argument: str, names: Collection[str] | None, known: Sequence[str]) -> list[str]:
     """The chosen names in the epilogue's order.  Raises CodaCallError for one it does not have."""
-    if chosen is None:
+    if names is None:
         return list(known)
-    for name in [chosen] if isinstance(chosen, str) else chosen:
-        if name not in known or isinstance(chosen, str):
+    for name in [names] if isinstance(names, str) else names:
+        if name not in known or isinstance(names, str):
             raise CodaCallError(
                 f"`{argument}` of `{epilogue.name}` must be a collection of names out of {', '.join(known) or 'none'}; "
-                f"got {chosen!r}",
+                f"got {names!r}",
                 argument=argument,
             )
-    return [name for name in known if name in chosen]
+    return [name for name in known if name in names]
 
 
 # ---- the gradients as outputs ---------------------------------------------------------------------------------------
@@ -142,7 +145,12 @@ def _needed(graph: Graph, primal: Sequence[bool], roots: Sequence[int]) -> list[
 
 
 def _ways(
-    graph: Graph, epilogue: Epilogue, indices: Sequence[int], primal: Sequence[bool], hosted: bool
+    graph: Graph,
+    epilogue: Epilogue,
+    indices: Sequence[int],
+    primal: Sequence[bool],
+    hosted: bool,
+    kept: Collection[Load] | None,
 ) -> dict[int, Kept]:
     """The cheapest way to load each forward value that can be loaded."""
     stored: dict[int, list[Store]] = {}
@@ -152,15 +160,44 @@ def _ways(
     saving = {width: Kept("saved", None, units(width, None), units(width, None)) for width in WIDTHS}
     ways: dict[int, Kept] = {}
     for index, node in enumerate(graph.nodes):
-        if primal[index] and savable(node):
-            options = [Kept("output", s.name, units(s.type.width, s.dtype)) for s in stored.get(index, [])]
-            if node.op == "param" and node.attr in loadable:
-                param = loadable[node.attr]
-                options.insert(0, Kept("param", param.name, units(param.type.width, param.dtype)))
-            elif node.type.width is not None:
-                options.append(saving[node.type.width])
-            ways[index] = min(options, key=lambda kept: kept.capacity)
+        if not (primal[index] and savable(node)):
+            continue
+        options = [Kept("output", s.name, units(s.type.width, s.dtype)) for s in stored.get(index, [])]
+        if node.op == "param" and node.attr in loadable:
+            param = loadable[node.attr]
+            options.insert(0, Kept("param", param.name, units(param.type.width, param.dtype)))
+        elif node.type.width is not None:
+            options.append(saving[node.type.width])
+        if kept is not None:
+            options = [o for o in options if o.name is not None and Load(o.how, o.name) in kept]
+        if options:
+            ways[index] = min(options, key=lambda way: way.capacity)
     return ways
+
+
+def _chosen(
+    graph: Graph,
+    epilogue: Epilogue,
+    needed: Sequence[int],
+    ways: Mapping[int, Kept],
+    kept: Collection[Load] | None,
+) -> dict[int, Kept]:
+    """What to load.  Raises CodaUnsupportedError where that cannot be had from what was kept."""
+    free: list[bool] = []
+    for node in graph.nodes:
+        if node.op == "param":
+            free.append(not is_tile(node) and (kept is None or Load("param", str(node.attr)) in kept))
+        else:
+            free.append(not is_tile(node) and all(free[a] for a in node.args))
+    chosen = choose(graph.nodes, needed, ways, free)
+    if chosen is None:
+        names = ", ".join(f"`{load.name}`" for load in kept or ()) or "nothing"
+        raise CodaUnsupportedError(
+            f"the backward of `{epilogue.name}` needs more of its forward than was kept, which is {names}",
+            epilogue.loc,
+            hint="derive the forward for these gradients, so that it keeps what they need",
+        )
+    return chosen
 
 
 def _named(graph: Graph, names: Names, kept: Mapping[int, Kept]) -> dict[int, Kept]:

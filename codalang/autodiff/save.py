@@ -60,32 +60,40 @@ def units(width: Fraction | None, dtype: str | None) -> Fraction:
     return (width or Fraction(1)) * (2 if dtype == "f32" else 1)
 
 
-def choose(nodes: Sequence[Node], needed: Collection[int], ways: Mapping[int, Kept]) -> dict[int, Kept]:
-    """The values to load, and how.
+def choose(
+    nodes: Sequence[Node], needed: Collection[int], ways: Mapping[int, Kept], free: Sequence[bool]
+) -> dict[int, Kept] | None:
+    """The values to load, and how; None where they cannot be had from what may be loaded.
 
     Args:
-        nodes: the graph that `needed` and `ways` index; operands before users.
-        needed: values that the backward uses, of any kind.
-        ways: the cheapest way to get a tile by a load: of every tile parameter, of stored values and of values that
-            can be saved.  A tile without a way can only be recomputed.
+        nodes: the graph that the others index; operands before users.
+        needed: values that the backward uses.
+        ways: the cheapest way to get a value by a load: of tile parameters, of stored values and of values that can be
+            saved.  A value without a way can only be recomputed.
+        free: which values cost nothing, because they depend on nothing but rows, cols and scalars.
     """
-    network = _network(nodes, needed, ways)
+    network = _network(nodes, needed, ways, free)
     if "source" not in network or "sink" not in network:
         return {}
-    # networkx gives the cut nearest its sink; the flow runs from what is needed to the parameters.
-    _, (above, below) = networkx.minimum_cut(
-        network, "source", "sink", flow_func=networkx.algorithms.flow.shortest_augmenting_path
-    )
+    try:
+        # networkx gives the cut nearest its sink; the flow runs from what is needed to the parameters.
+        _, (above, below) = networkx.minimum_cut(
+            network, "source", "sink", flow_func=networkx.algorithms.flow.shortest_augmenting_path
+        )
+    except networkx.NetworkXUnbounded:
+        return None
     return {index: ways[index] for index in sorted(ways) if (index, "use") in above and (index, "make") in below}
 
 
-def _network(nodes: Sequence[Node], needed: Collection[int], ways: Mapping[int, Kept]) -> networkx.DiGraph:
+def _network(
+    nodes: Sequence[Node], needed: Collection[int], ways: Mapping[int, Kept], free: Sequence[bool]
+) -> networkx.DiGraph:
     """The flow network: needed values -> `use` of a value -> `make` of it -> use of its operands -> parameters.
 
     An edge without a capacity is infinite.
     """
     network = networkx.DiGraph()
-    pending = [i for i in needed if is_tile(nodes[i])]
+    pending = [i for i in needed if not free[i]]
     for index in pending:
         network.add_edge("source", (index, "use"))
     seen = set(pending)
@@ -98,7 +106,7 @@ def _network(nodes: Sequence[Node], needed: Collection[int], ways: Mapping[int, 
         if nodes[index].op == "param":
             network.add_edge((index, "make"), "sink")
         for arg in nodes[index].args:
-            if is_tile(nodes[arg]):
+            if not free[arg]:
                 network.add_edge((index, "make"), (arg, "use"))
                 if arg not in seen:
                     seen.add(arg)

@@ -194,7 +194,7 @@ class EpilogueFunction:
 
 
 def _restored(text: str) -> EpilogueFunction:
-    return EpilogueFunction(opaque.epilogue_of(text))
+    return EpilogueFunction(opaque.epilogue_of(text), opaque.in_lines(text))
 
 
 @functools.lru_cache(maxsize=1024)

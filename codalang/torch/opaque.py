@@ -69,12 +69,17 @@ def one_line(text: str) -> str:
     return text.replace("\n", "\\n")
 
 
+def in_lines(text: str) -> str:
+    """The inverse of `one_line`; a text that has lines already is left alone."""
+    return text.replace("\\n", "\n")
+
+
 def epilogue_of(text: str) -> Epilogue:
     """The epilogue that a text defines, in one line or several; parsed once where this process did not print it."""
     if text not in _epilogues:
         from codalang.parser import parse
 
-        (_epilogues[text],) = parse(text.replace("\\n", "\n")).epilogues.values()
+        (_epilogues[text],) = parse(in_lines(text)).epilogues.values()
     return _epilogues[text]
 
 
