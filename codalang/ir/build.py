@@ -20,7 +20,7 @@ from codalang.errors import CodaNameError, CodaTypeError, Loc
 from codalang.ir.epilogue import Epilogue, Node, Output, Param, Reduce, State, Store, with_values
 from codalang.ir.infer import infer
 from codalang.ir.ops import REDUCTIONS
-from codalang.ir.states import StateDef
+from codalang.ir.states import Function, Named, StateDef
 from codalang.ir.types import SCALAR, Dtype, Kind, ValueType
 
 
@@ -169,6 +169,14 @@ class EpilogueBuilder:
                 notes = ((other.loc, "first defined here"),) if other.loc else ()
                 raise CodaNameError(f"output `{output.name}` is defined twice", output.loc, notes=notes)
         self.outputs.append(output)
+
+
+def function_of(builder: EpilogueBuilder, params: Named, results: Sequence[int]) -> Function:
+    """The scalar function that a builder holds, its live nodes in canonical order."""
+    order = postorder(builder.nodes, results)
+    new_index = {old: new for new, old in enumerate(order)}
+    nodes = (attrs.evolve(n, args=tuple(new_index[a] for a in n.args)) for n in (builder.nodes[old] for old in order))
+    return Function(params, tuple(nodes), tuple(new_index[r] for r in results))
 
 
 def canonical(epilogue: Epilogue) -> Epilogue:
