@@ -32,7 +32,11 @@ from codalang.lower.compile import compile_object
 from codalang.lower.spec import KernelSpec, Operand, base_width, loaded_params, relative_width
 from codalang.parser import parse
 
-STDLIB = sorted((Path(__file__).parents[1] / "stdlib").glob("*.coda"))
+# One of each shape of kernel: gated, vectors in and out, several tiles.  test_stdlib covers the whole library.
+STDLIB = [
+    Path(__file__).parents[1] / "stdlib" / f"{name}.coda"
+    for name in ("bias_gelu", "residual_rms", "scaled_swiglu", "swiglu")
+]
 EXTENTS = (3, 8)  # columns a multiple of 4, so that each width has whole pairs
 STRUCTURAL = {"even", "odd", "join"}
 
@@ -179,7 +183,7 @@ def test_every_op_has_a_device_function() -> None:
 
 
 def all_kernels() -> list[tuple[str, KernelSpec]]:
-    """Forward on a GEMM, derived backward on a GEMM and hosted, of the whole standard library."""
+    """Forward on a GEMM, derived backward on a GEMM and hosted, of these."""
     kernels = []
     for path in STDLIB:
         derivative = derive(stdlib_epilogue(path))
