@@ -6,14 +6,16 @@ accumulator columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import attrs
 
 
 @attrs.frozen
 class Input:
-    """A loaded parameter.  kind: tile, row, col or scalar; dtype: bf16, f16, f32, or number (passed by value)."""
+    """A loaded parameter.  kind: tile, row, col or scalar; dtype: a storage dtype, or number (passed by value)."""
 
     name: str
     kind: str
@@ -41,13 +43,48 @@ class Tile:
 
 
 @attrs.frozen
-class Partial:
-    """A reduction: kind of the result (col, row, scalar), width of the domain that is reduced, and how."""
+class Vector:
+    """A stored row, col or scalar: f32 in memory."""
 
     name: str
     kind: str
     width: Fraction
-    how: str
+
+    @property
+    def registers(self) -> int:
+        """Columns per thread and two accumulator columns (1 for what has no columns)."""
+        return int(2 * self.width) if self.kind == "row" else 1
+
+
+@attrs.frozen
+class Fold:
+    """How elements are folded into carried values: all functions take and give single registers as 1-tuples.
+
+    Attributes:
+        initial: the identity, one number per carried value.
+        dtypes: `f32` or `i32` of each carried value.
+        update: (*carried, *inputs) -> carried.
+        merge: (*carried of one part, *carried of another) -> carried.
+        finalize: (*carried) -> results.
+        results: dtypes of the results.
+    """
+
+    initial: tuple[float | int, ...]
+    dtypes: tuple[str, ...]
+    update: Callable[..., tuple[Any, ...]]
+    merge: Callable[..., tuple[Any, ...]]
+    finalize: Callable[..., tuple[Any, ...]]
+    results: tuple[str, ...]
+
+
+@attrs.frozen
+class Partial:
+    """A reduction: its outputs' names, the kind of the result (col, row, scalar), the domain's width, and the fold."""
+
+    names: tuple[str, ...]
+    kind: str
+    width: Fraction
+    fold: Fold
 
     @property
     def registers(self) -> int:

@@ -19,7 +19,7 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +130,18 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
         kind = CUTE_DTYPES[dtype]
         return cute.runtime.make_fake_tensor(kind, (cute.sym_int(),), (1,), assumed_align=kind.width // 8)
 
+    def row_of_words(dtype: str) -> Any:
+        kind = CUTE_DTYPES[dtype]
+        shape, stride = (cute.sym_int(), cute.sym_int()), (int64(), 1)
+        return cute.runtime.make_fake_tensor(kind, shape, stride, assumed_align=kind.width // 8)
+
+    if spec.merge is not None:
+        return _merge_kernel(body.PARTIALS[spec.merge], row_of_words)
     aligned = spec.aligned
     inputs = tuple(tensor(i.dtype, aligned=aligned) if i.kind == "tile" else vector(i.dtype) for i in body.INPUTS)
     outputs = tuple(tensor(t.dtype, aligned=aligned) for t in body.TILES)
-    outputs += tuple(
-        cute.runtime.make_fake_tensor(cutlass.Float32, (cute.sym_int(), cute.sym_int()), (int64(), 1), assumed_align=4)
-        for _ in body.PARTIALS
-    )
+    outputs += tuple(row_of_words("f32") for _ in body.VECTORS)
+    outputs += tuple(row_of_words(dtype) for p in body.PARTIALS for dtype in p.fold.dtypes)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     if spec.operand is None:
         from codalang.lower.hosted import HostedKernel
@@ -151,6 +156,17 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
     kernel = GemmKernel(body, spec.config, operand.dtype, operand.a_major, operand.b_major)
     a, b = tensor(operand.dtype, operand.a_major), tensor(operand.dtype, operand.b_major)
     return kernel, [a, b, inputs, outputs, cutlass.Int32(1), stream]
+
+
+def _merge_kernel(partial: Any, row_of_words: Callable[[str], Any]) -> tuple[Any, list[Any]]:
+    from cutlass import cute
+
+    from codalang.lower.merge import MergeKernel
+
+    kernel = MergeKernel(partial.fold, partial.kind == "scalar")
+    partials = tuple(row_of_words(dtype) for dtype in partial.fold.dtypes)
+    outputs = tuple(row_of_words(dtype) for dtype in partial.fold.results)
+    return kernel, [partials, outputs, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)]
 
 
 @contextlib.contextmanager

@@ -1,12 +1,20 @@
 """The operations of the language on the device: the names that generated kernels use.
 
-A value in a generated kernel is a tuple of f32 registers: the columns that one thread holds side by side.  A tile or
-row at the accumulator's width has two, at half width one, at double width four; a col or a scalar has one, which
-broadcasts.  Each function below applies one op of `ir.ops.OPS` to such tuples; `DEVICE_OPS` is the table.
+A value in a generated kernel is a tuple of registers: the columns that one thread holds of a row.  A col or a scalar
+has one, which broadcasts.  Each function below applies one op of `ir.ops.OPS` to such tuples; `DEVICE_OPS` is the
+table.  What depends on where a register lies in the output (indices, groups of columns) is the host's: see `HOST_OPS`.
 
-Transcendental functions use the hardware's approximations (ex2, lg2, rcp, rsqrt: 1 to 2 ulp of f32), except
-`tanh`, `sigmoid` and `erf`, whose tails would show in f16: tanh and sigmoid are built from ex2 and rcp, erf is the
-library's.  Division is PTX's `div.full` (2 ulp).
+Transcendental functions use the hardware's approximations, within 2 ulp of f32 where not said otherwise:
+
+| function       | how                                                             | error                          |
+|----------------|-----------------------------------------------------------------|--------------------------------|
+| exp2, sqrt ..  | ex2, lg2, sqrt, rsqrt .approx                                   | 2 ulp; log2 2^-22 near 1       |
+| exp, log       | through exp2 and log2                                           | exp: 2 + 1.4 abs(x) ulp        |
+| division       | div.full                                                        | 2 ulp                          |
+| sigmoid, tanh  | ex2 and rcp; tanh by its series near 0: tails must hold in f16  | 4 ulp                          |
+| erf            | the library's                                                   | 2 ulp                          |
+| sin, cos       | reduced by three parts of pi/2, then polynomials; no slow path  | 2^-22 absolute to 2^17 radians |
+| pow            | products for whole exponents to 16, else exp2(e log2 x)         | abs(e log2 x) ulp              |
 """
 
 from __future__ import annotations
@@ -15,9 +23,11 @@ import math as host_math
 from collections.abc import Callable
 from typing import Any
 
-from cutlass import Boolean, Float32, cute
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, and_, not_, or_, select_
+
+from codalang.lower.body import Fold
 
 Registers = tuple[Any, ...]
 
@@ -36,9 +46,15 @@ def elementwise(function: Callable[..., Any]) -> Callable[..., Registers]:
     return lifted
 
 
-def constant(value: float | bool) -> Registers:
-    """A literal."""
-    return (Boolean(value) if isinstance(value, bool) else Float32(value),)
+def choose(condition: Any, a: Any, b: Any) -> Any:
+    """a where the condition holds, else b: two registers of one dtype."""
+    return type(a)(select_(condition, a, b))
+
+
+def constant(value: float | int | bool) -> Registers:
+    """A literal: a float, an i32 or a mask."""
+    kinds = {bool: Boolean, int: Int32, float: Float32}
+    return (kinds[type(value)](value),)
 
 
 def even(x: Registers) -> Registers:
@@ -78,7 +94,74 @@ def _tanh(x: Any) -> Any:
     far = 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + _exp2(x * (2.0 * LOG2_E)))
     square = x * x
     near = x + x * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
-    return select_(square < 0.0625, near, far)
+    return choose(square < 0.0625, near, far)
+
+
+def _minimum(a: Any, b: Any) -> Any:
+    return cute.arch.fmin(a, b, nan=True) if isinstance(a, Float32) else choose(a < b, a, b)
+
+
+def _maximum(a: Any, b: Any) -> Any:
+    return cute.arch.fmax(a, b, nan=True) if isinstance(a, Float32) else choose(a > b, a, b)
+
+
+def _absolute(a: Any) -> Any:
+    return cute.math.abs(a) if isinstance(a, Float32) else choose(a < 0, -a, a)
+
+
+def _float(a: Any) -> Any:
+    return choose(a, Float32(1.0), Float32(0.0)) if isinstance(a, Boolean) else a.to(Float32)
+
+
+# pi/2 in three parts of f32, so that k * part is exact for k to 2^17: Cody and Waite's reduction
+_HALF_PI = (1.5703125, 4.837512969970703e-4, 7.549789948768648e-8)
+
+
+def _quarter_turn(x: Any) -> tuple[Any, Any]:
+    """The nearest multiple of pi/2, as an integer, and what remains of x, in [-pi/4, pi/4]."""
+    turns = cute.math.roundeven(x * (2.0 / host_math.pi))
+    rest = x
+    for part in _HALF_PI:
+        rest = rest - turns * part
+    return turns.to(Int32), rest
+
+
+def _sine_of(turns: Any, rest: Any) -> Any:
+    square = rest * rest
+    sine = rest + rest * square * (-1 / 6 + square * (1 / 120 + square * (-1 / 5040 + square * (1 / 362880))))
+    cosine = 1.0 + square * (-0.5 + square * (1 / 24 + square * (-1 / 720 + square * (1 / 40320))))
+    magnitude = choose((turns & 1) == 0, sine, cosine)
+    return choose((turns & 2) == 0, magnitude, -magnitude)
+
+
+def _sin(x: Any) -> Any:
+    turns, rest = _quarter_turn(x)
+    return _sine_of(turns, rest)
+
+
+def _cos(x: Any) -> Any:
+    turns, rest = _quarter_turn(x)
+    return _sine_of(turns + 1, rest)
+
+
+def _power(x: Any, exponent: float) -> Any:
+    if exponent == 0.5:
+        return cute.math.sqrt(x, fastmath=True)
+    if exponent == int(exponent) and abs(exponent) <= 16:
+        result, factor, rest = None, x, int(abs(exponent))
+        while rest:
+            if rest & 1:
+                result = factor if result is None else result * factor
+            factor, rest = factor * factor, rest >> 1
+        if result is None:
+            return Float32(1.0)
+        return result if exponent > 0 else _divide(Float32(1.0), result)
+    return _exp2(cute.math.log2(x, fastmath=True) * exponent)
+
+
+def _cast(x: Any, dtype: str) -> Any:
+    kinds = {"bf16": BFloat16, "f16": Float16, "f32": Float32}
+    return x.to(kinds[dtype]).to(Float32)
 
 
 DEVICE_OPS: dict[str, Callable[..., Any]] = {
@@ -96,10 +179,10 @@ DEVICE_OPS: dict[str, Callable[..., Any]] = {
     "and": lambda a, b: and_(a, b),
     "or": lambda a, b: or_(a, b),
     "not": lambda a: not_(a),
-    "where": lambda c, a, b: select_(c, a, b),
-    "min": lambda a, b: cute.arch.fmin(a, b, nan=True),
-    "max": lambda a, b: cute.arch.fmax(a, b, nan=True),
-    "abs": lambda a: cute.math.abs(a),
+    "where": choose,
+    "min": _minimum,
+    "max": _maximum,
+    "abs": _absolute,
     "exp": lambda a: _exp2(a * LOG2_E),
     "exp2": _exp2,
     "log": lambda a: cute.math.log2(a, fastmath=True) * LN_2,
@@ -109,10 +192,52 @@ DEVICE_OPS: dict[str, Callable[..., Any]] = {
     "tanh": _tanh,
     "sigmoid": _sigmoid,
     "erf": lambda a: cute.math.erf(a),
+    "sin": _sin,
+    "cos": _cos,
+    "pow": _power,
+    "cast": _cast,
+    "float": _float,
     "stop_gradient": lambda a: a,
 }
 
 
+# Methods of the host object that `Epilogue.apply` is given, instead of functions of registers.
+HOST_OPS = ("row_index", "col_index", "group_sum", "group_max")
+
+
 def apply_op(name: str) -> Callable[..., Registers]:
-    """An op of the table on register tuples, for generated kernels."""
-    return elementwise(DEVICE_OPS[name])
+    """An op of the table on register tuples, for generated kernels.  A static attribute comes as a last argument."""
+    function = DEVICE_OPS[name]
+
+    def applied(*operands: Any) -> Registers:
+        static = [o for o in operands if not isinstance(o, tuple)]
+        return elementwise(lambda *registers: function(*registers, *static))(
+            *(o for o in operands if isinstance(o, tuple))
+        )
+
+    return applied
+
+
+def combine(name: str, registers: Registers, exchange: Callable[[Any, int], Any], lanes: tuple[int, ...]) -> Any:
+    """Sum or maximum of one thread's registers and of those of the lanes that differ in the given bits."""
+    function = {"group_sum": DEVICE_OPS["add"], "group_max": DEVICE_OPS["max"]}[name]
+    total = registers[0]
+    for register in registers[1:]:
+        total = function(total, register)
+    for lane in lanes:
+        total = function(total, exchange(total, lane))
+    return total
+
+
+def _reduction(name: str, initial: float) -> Fold:
+    function = apply_op(name)
+    step = lambda a, b: (function(a, b),)  # noqa: E731
+    return Fold((initial,), ("f32",), step, step, lambda a: (a,), ("f32",))
+
+
+# The folds of `reduce`.
+REDUCTIONS = {
+    "sum": _reduction("add", 0.0),
+    "max": _reduction("max", -host_math.inf),
+    "min": _reduction("min", host_math.inf),
+}

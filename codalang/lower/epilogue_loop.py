@@ -18,18 +18,26 @@ import attrs
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
+from codalang.lower import device
 from codalang.lower.body import Partial
 from codalang.lower.device import Registers
 from codalang.lower.registers import (
+    CUTE_DTYPES,
+    as_word,
     broadcast,
+    fold,
     fold_lanes,
+    initial,
     load_shared,
-    masked,
+    merge,
     minimum,
     store_if,
     store_shared,
+    store_shared_if,
+    widened,
 )
 
+CONSUMER_WARPS = 8
 SAME_ROW = (1, 2)  # lane bits that differ within a row of the accumulator
 SAME_COLUMN = (4, 8, 16)  # lane bits that differ within a column
 
@@ -85,7 +93,7 @@ class EpilogueLoop:
         by_kind = {kind: [v for v, i in zip(vectors, inputs, strict=True) if i.kind == kind] for kind in ("row", "col")}
         self.row_vectors, self.col_vectors = by_kind["row"], by_kind["col"]
         self.scalars = {
-            i.name: v if i.dtype == "number" else v[0].to(Float32)
+            i.name: v if i.dtype == "number" else widened(v[0])
             for v, i in zip(vectors, inputs, strict=True)
             if i.kind == "scalar"
         }
@@ -119,7 +127,7 @@ class EpilogueLoop:
             for v in self.col_vectors
         ]
         rows = [
-            [v[minimum(tile_n * width + self._share(j, width), v.shape[0] - 1)].to(Float32) for j in shares]
+            [as_word(widened(v[minimum(tile_n * width + self._share(j, width), v.shape[0] - 1)])) for j in shares]
             for v, width, shares in self._row_shares()
         ]
         return Staged(cols, rows)
@@ -144,7 +152,7 @@ class EpilogueLoop:
         return tile_m * (self.kernel.tile_m // 16) + block * per_block + self.member * 4 + self.warp % 4
 
     def _col_value(self, vector: Any, tile_m: Int32, block: int, half: int) -> Float32:
-        return vector[minimum(self._row_of(tile_m, block, half), vector.shape[0] - 1)].to(Float32)
+        return widened(vector[minimum(self._row_of(tile_m, block, half), vector.shape[0] - 1)])
 
     def _request(self, step: int, tile_m: Int32, tile_n: Int32) -> None:
         """Start the TMA loads of the step-th sub-tile of this warp into the next load stage."""
@@ -176,7 +184,7 @@ class EpilogueLoop:
         if kernel.has_team_sync:
             self._stage_rows(staged, visit)
             kernel.sync_team(self.team)
-        sums = TileSums(self, tile_m, tile_n)
+        sums = TileSums(self, tile_m, tile_n, partials)
         steps = kernel.subtiles * kernel.row_blocks
         for step in range(steps):
             subtile, block = divmod(step, kernel.row_blocks)
@@ -185,9 +193,11 @@ class EpilogueLoop:
             if self.stores:
                 cute.arch.cp_async_bulk_wait_group(config.store_stages - 1, read=True)
                 cute.arch.sync_warp()
-            for eight in range(config.subtile // 8):
+            unit = self.body.UNIT // 8
+            for first in range(0, config.subtile // 8, unit):
                 for half in (0, 1):
-                    self._pair(acc, staged, step, subtile, block, eight, half, visit, sums)
+                    place = Place(tile_m, tile_n, visit, step, subtile, block, tuple(range(first, first + unit)), half)
+                    self._columns(acc, staged, place, sums)
             if self.loads and step + config.load_stages < steps:
                 cute.arch.sync_warp()
                 self._request(step + config.load_stages, tile_m, tile_n)
@@ -195,14 +205,15 @@ class EpilogueLoop:
                 self._send(step, tile_m, tile_n)
             if block == kernel.row_blocks - 1:
                 sums.end_subtile(subtile)
-        sums.end_tile(partials)
+        sums.end_tile()
 
     def _stage_rows(self, staged: Staged, visit: Int32) -> None:
         """Write the rows that `begin` loaded to shared memory, for the whole team."""
         for index, (_, width, shares) in enumerate(self._row_shares()):
             for j in shares:
                 address = self._row_address(index, visit) + self._share(j, width) * 4
-                store_shared(Float32, address, (staged.rows[index][j],))
+                value = staged.rows[index][j]
+                store_shared(type(value), address, (value,))
 
     def _row_address(self, index: int, visit: Int32) -> Int32:
         """Byte address of a staged row: [buffer][team][input]."""
@@ -224,43 +235,53 @@ class EpilogueLoop:
                 cute.copy(port.atom, port.shared[(None, slot)], port.memory[(None, row, column)])
         cute.arch.cp_async_bulk_commit_group()
 
-    def _pair(
-        self,
-        acc: cute.Tensor,
-        staged: Staged,
-        step: int,
-        subtile: int,
-        block: int,
-        eight: int,
-        half: int,
-        visit: Int32,
-        sums: "TileSums",
-    ) -> None:
-        """Two adjacent columns of one row: read, apply, write, sum."""
+    def _columns(self, acc: cute.Tensor, staged: Staged, place: "Place", sums: "TileSums") -> None:
+        """The columns of one row that this thread holds of a unit: read, apply, write, reduce."""
         config = self.config
-        column = subtile * config.subtile + 8 * eight  # first of the eight columns, within the tile
-        value = block * (self.kernel.tile_n // 2) + column // 2 + 2 * half
+        arguments: list[Registers] = [
+            tuple(acc[v] for eight in place.eights for v in self._accumulator_values(place, eight))
+        ]
         loads, cols = iter(self.loads), iter(staged.cols)
         rows = iter(range(len(self.kernel.rows)))
-        arguments: list[Registers] = []
         for item in self.body.INPUTS:
             if item.kind == "tile":
-                port = next(loads)
-                address = self._address(port, step % config.load_stages, eight, half)
-                arguments.append(load_shared(port.slab.dtype, address, item.registers))
+                arguments.append(self._load_tile(next(loads), place))
             elif item.kind == "row":
-                offset = int(column * item.width) * 4 + (self.lane % 4) * (item.registers * 4)
-                arguments.append(load_shared(Float32, self._row_address(next(rows), visit) + offset, item.registers))
+                arguments.append(self._load_row(item, next(rows), place))
             elif item.kind == "col":
-                arguments.append((next(cols)[block][half],))
+                arguments.append((next(cols)[place.block][place.half],))
             else:
                 arguments.append((self.scalars[item.name],))
-        tiles, reduced = self.body.apply((acc[value], acc[value + 1]), *arguments)
+        host = GemmHost(self, place)
+        tiles, vectors, reduced = self.body.apply(host, *arguments)
         for port, registers in zip(self.stores, tiles, strict=True):
-            address = self._address(port, step % config.store_stages, eight, half)
-            store_shared(port.slab.dtype, address, broadcast(registers, port.slab.item.registers))
-        for index, (partial, registers) in enumerate(zip(self.body.PARTIALS, reduced, strict=True)):
-            sums.add(index, broadcast(registers, partial.registers), column, block, eight, half)
+            count = port.slab.item.registers
+            columns = broadcast(registers, count * len(place.eights))
+            for i, eight in enumerate(place.eights):
+                address = self._address(port, place.step % config.store_stages, eight, place.half)
+                store_shared(port.slab.dtype, address, columns[i * count : (i + 1) * count])
+        sums.store_vectors(vectors, place, host)
+        for index, values in enumerate(reduced):
+            sums.add(index, values, place)
+
+    def _accumulator_values(self, place: "Place", eight: int) -> tuple[int, int]:
+        """Indices of the accumulator's pair in an eight of columns."""
+        column = place.subtile * self.config.subtile + 8 * eight
+        value = place.block * (self.kernel.tile_n // 2) + column // 2 + 2 * place.half
+        return value, value + 1
+
+    def _load_tile(self, port: SlabPort, place: "Place") -> Registers:
+        stage, count = place.step % self.config.load_stages, port.slab.item.registers
+        addresses = [self._address(port, stage, eight, place.half) for eight in place.eights]
+        return tuple(r for address in addresses for r in load_shared(port.slab.dtype, address, count))
+
+    def _load_row(self, item: Any, index: int, place: "Place") -> Registers:
+        base = self._row_address(index, place.visit) + (self.lane % 4) * (item.registers * 4)
+        first = place.subtile * self.config.subtile
+        offsets = [int((first + 8 * eight) * item.width) * 4 for eight in place.eights]
+        dtype = Float32 if item.dtype in ("bf16", "f16", "f32") else Int32
+        words = tuple(w for offset in offsets for w in load_shared(dtype, base + offset, item.registers))
+        return tuple(w != 0 for w in words) if item.dtype == "bool" else words
 
     def _address(self, port: SlabPort, stage: int, eight: int, half: int) -> Int32:
         slab = port.slab
@@ -269,85 +290,181 @@ class EpilogueLoop:
         return port.base + slot * (16 * slab.panel) + offset
 
 
-class TileSums:
-    """The partial sums of one tile, on their way from registers to memory."""
+@attrs.frozen
+class Place:
+    """Where a unit of columns lies: the tile, the step of the epilogue, the eights of columns, the half of the rows."""
 
-    def __init__(self, loop: EpilogueLoop, tile_m: Int32, tile_n: Int32) -> None:
+    tile_m: Int32
+    tile_n: Int32
+    visit: Int32
+    step: int
+    subtile: int
+    block: int
+    eights: tuple[int, ...]
+    half: int
+
+
+class GemmHost:
+    """What a body asks of its host: where its registers lie in the output, and the columns of other lanes.
+
+    `registers` is how many columns of a value one thread holds for two of the accumulator's.
+    """
+
+    def __init__(self, loop: EpilogueLoop, place: Place) -> None:
+        self.loop, self.place = loop, place
+
+    def row_index(self) -> Registers:
+        """The output row."""
+        return (self.loop._row_of(self.place.tile_m, self.place.block, self.place.half),)
+
+    def col_index(self, registers: int) -> Registers:
+        """The output column of each register."""
+        kernel, first = self.loop.kernel, self.place.subtile * self.loop.config.subtile
+        lane = self.place.tile_n * (kernel.tile_n * registers // 2) + (self.loop.lane % 4) * registers
+        starts = [(first + 8 * eight) * registers // 2 for eight in self.place.eights]
+        return tuple(lane + (start + r) for start in starts for r in range(registers))
+
+    def group_sum(self, values: Registers, size: int, registers: int) -> Registers:
+        """Each register's group sum."""
+        return self._grouped("group_sum", values, size, registers)
+
+    def group_max(self, values: Registers, size: int, registers: int) -> Registers:
+        """Each register's group maximum."""
+        return self._grouped("group_max", values, size, registers)
+
+    def _grouped(self, name: str, values: Registers, size: int, registers: int) -> Registers:
+        # four lanes hold the 4 * registers columns of an eight
+        mine = max(1, size // (4 * registers)) * registers if size >= registers else size
+        lanes = tuple(b for b in SAME_ROW if b * registers < size)
+        return tuple(
+            total
+            for first in range(0, len(values), mine)
+            for total in [device.combine(name, values[first : first + mine], cute.arch.shuffle_sync_bfly, lanes)] * mine
+        )
+
+
+class TileSums:
+    """The partial reductions of one tile, on their way from registers to memory; and its stored vectors.
+
+    `outputs` are the vectors' tensors, then for each partial one tensor per carried value.
+    """
+
+    def __init__(self, loop: EpilogueLoop, tile_m: Int32, tile_n: Int32, outputs: tuple[Any, ...]) -> None:
         self.loop, self.kernel = loop, loop.kernel
         self.tile_m, self.tile_n = tile_m, tile_n
         self.partials: tuple[Partial, ...] = loop.body.PARTIALS
+        self.vectors = outputs[: len(loop.body.VECTORS)]
+        rest = iter(outputs[len(loop.body.VECTORS) :])
+        self.targets = [[next(rest) for _ in p.fold.initial] for p in self.partials]
         blocks = range(self.kernel.row_blocks)
         self.rows = [[loop._row_of(tile_m, block, half) for half in (0, 1)] for block in blocks]
         # columns of the tile that exist, seen from this lane's first column
         self.limit = loop.n - tile_n * self.kernel.tile_n - 2 * (loop.lane % 4)
-        # col: one sum per row of the lane; row: per eight columns and register; scalar: one
-        self.sums: list[dict[Any, Float32]] = [{} for _ in self.partials]
+        # col: one per row of the lane; row: one per eight columns and register; scalar: one
+        self.carried: list[dict[Any, tuple]] = [{} for _ in self.partials]
 
-    def add(self, index: int, values: Registers, column: int, block: int, eight: int, half: int) -> None:
-        """Add one pair's values (they start `column` columns into the tile)."""
-        partial, sums = self.partials[index], self.sums[index]
-        for register, value in enumerate(values):
-            if partial.kind != "row":  # summed over n: what lies right of the edge adds nothing
-                value = masked(value, column + (2 * register) // partial.registers < self.limit)
-            if partial.kind != "col":  # summed over m
-                value = masked(value, self.rows[block][half] < self.loop.m)
-            key = {"col": (block, half), "row": (eight, register), "scalar": ()}[partial.kind]
-            sums[key] = sums[key] + value if key in sums else value
+    def add(self, index: int, values: tuple[Registers, ...], place: Place) -> None:
+        """Fold one unit's values."""
+        partial, carried = self.partials[index], self.carried[index]
+        count = partial.registers
+        columns = [broadcast(v, count * len(place.eights)) for v in values]
+        for i, eight in enumerate(place.eights):
+            first = place.subtile * self.loop.config.subtile + 8 * eight
+            for register in range(count):
+                valid: Any = True
+                if partial.kind != "col":  # reduced over m
+                    valid = self.rows[place.block][place.half] < self.loop.m
+                if partial.kind != "row":  # reduced over n: what lies right of the edge does not exist
+                    exists = first + (2 * register) // count < self.limit
+                    valid = exists if valid is True else exists & valid
+                key = {"col": (place.block, place.half), "row": (eight, register), "scalar": ()}[partial.kind]
+                element = tuple(c[i * count + register] for c in columns)
+                carried[key] = fold(partial.fold, carried.get(key) or initial(partial.fold), element, valid)
+
+    def store_vectors(self, values: tuple[Registers, ...], place: Place, host: GemmHost) -> None:
+        """Write stored vectors, each element by one thread of the whole grid."""
+        loop = self.loop
+        row = self.rows[place.block][place.half]
+        for vector, target, registers in zip(loop.body.VECTORS, self.vectors, values, strict=True):
+            first = place.subtile == 0 and place.eights[0] == 0
+            if vector.kind == "row" and place.block == 0 and place.half == 0:
+                top = (self.tile_m == 0) & (loop.team_thread < 4)
+                count = vector.registers * len(place.eights)
+                for column, value in zip(host.col_index(vector.registers), broadcast(registers, count), strict=True):
+                    store_if(top & (column < target.shape[1]), target, 0, column, value)
+            elif vector.kind == "col" and first:
+                left = (self.tile_n == 0) & (loop.lane % 4 == 0)
+                store_if(left & (row < loop.m), target, 0, row, registers[0])
+            elif vector.kind == "scalar" and first and place.block == 0 and place.half == 0:
+                corner = (self.tile_m == 0) & (self.tile_n == 0) & (loop.team_thread == 0)
+                store_if(corner, target, 0, 0, registers[0])
 
     def end_subtile(self, subtile: int) -> None:
-        """Leave this warp's sums over rows in its row of the scratch."""
+        """Leave this warp's partial rows in its part of the scratch."""
         for index, partial in enumerate(self.partials):
             if partial.kind != "row":
                 continue
-            folded = {key: fold_lanes(value, SAME_COLUMN) for key, value in self.sums[index].items()}
-            self.sums[index].clear()
+            parts = {key: fold_lanes(partial.fold, c, SAME_COLUMN) for key, c in self.carried[index].items()}
+            self.carried[index].clear()
             for eight in range(self.loop.config.subtile // 8):
-                values = tuple(folded[eight, r] for r in range(partial.registers))
                 column = int((subtile * self.loop.config.subtile + 8 * eight) * partial.width)
-                lane_column = (self.loop.lane % 4) * partial.registers
-                # the eight lanes of a column hold the same sum and write it to the same place
-                store_shared(Float32, self._scratch(index, self.loop.warp) + (column + lane_column) * 4, values)
+                offset = (column + (self.loop.lane % 4) * partial.registers) * 4
+                for component, dtype in enumerate(partial.fold.dtypes):
+                    values = tuple(parts[eight, r][component] for r in range(partial.registers))
+                    address = self._scratch(index, component, self.loop.warp) + offset
+                    store_shared_if(self.loop.lane < 4, CUTE_DTYPES[dtype], address, values)
 
-    def end_tile(self, partials: tuple[Any, ...]) -> None:
+    def end_tile(self) -> None:
         """Write one partial per tile."""
         for index, partial in enumerate(self.partials):
             if partial.kind == "col":
-                self._write_col(index, partials[index])
+                self._write_col(index)
             elif partial.kind == "scalar":
-                total = fold_lanes(self.sums[index][()], (*SAME_ROW, *SAME_COLUMN))
-                store_shared(Float32, self._scratch(index, self.loop.warp), (total,))
+                total = fold_lanes(partial.fold, self.carried[index][()], (*SAME_ROW, *SAME_COLUMN))
+                for component, dtype in enumerate(partial.fold.dtypes):
+                    address = self._scratch(index, component, self.loop.warp)
+                    store_shared_if(self.loop.lane == 0, CUTE_DTYPES[dtype], address, (total[component],))
         if self.kernel.scratch:
             self.kernel.sync_team(self.loop.team)
             for index, partial in enumerate(self.partials):
                 if partial.kind != "col":
-                    self._write_scratch(index, partial, partials[index])
+                    self._write_scratch(index, partial)
 
-    def _write_col(self, index: int, target: cute.Tensor) -> None:
-        for (block, half), value in self.sums[index].items():
+    def _write_col(self, index: int) -> None:
+        for (block, half), carried in self.carried[index].items():
             row = self.rows[block][half]
-            inside = (row < self.loop.m) & (self.tile_n < target.shape[0]) & (self.loop.lane % 4 == 0)
-            store_if(inside, target, self.tile_n, row, fold_lanes(value, SAME_ROW))
+            total = fold_lanes(self.partials[index].fold, carried, SAME_ROW)
+            for target, value in zip(self.targets[index], total, strict=True):
+                inside = (row < self.loop.m) & (self.tile_n < target.shape[0]) & (self.loop.lane % 4 == 0)
+                store_if(inside, target, self.tile_n, row, value)
 
-    def _write_scratch(self, index: int, partial: Partial, target: cute.Tensor) -> None:
-        """Sum the team's warps and write: a column per thread, or one number by one thread."""
-        width = self.kernel._scratch_width(partial)
+    def _write_scratch(self, index: int, partial: Partial) -> None:
+        """Merge the team's warps and write: a column per thread, or one result by one thread."""
+        width = self.kernel.scratch_width(partial)
         threads = self.kernel.team_warps * 32
         first_warp = self.loop.team * self.kernel.team_warps
         for j in range(-(-width // threads)):
             column = self.loop.team_thread + j * threads
-            total = Float32(0.0)
+            total = initial(partial.fold)
             for w in range(self.kernel.team_warps):
-                address = self._scratch(index, first_warp + w) + minimum(column, width - 1) * 4
-                total = total + load_shared(Float32, address, 1)[0]
+                total = merge(
+                    partial.fold, total, self._read_scratch(index, first_warp + w, minimum(column, width - 1))
+                )
             output = self.tile_n * width + column
-            inside = (column < width) & (self.tile_m < target.shape[0]) & (output < target.shape[1])
-            store_if(inside, target, self.tile_m, output, total)
+            for target, value in zip(self.targets[index], total, strict=True):
+                inside = (column < width) & (self.tile_m < target.shape[0]) & (output < target.shape[1])
+                store_if(inside, target, self.tile_m, output, value)
 
-    def _scratch(self, index: int, warp: Any) -> Int32:
-        """Byte address of a warp's row of a partial's scratch: [partial][warp][column]."""
-        scratch = [p for p in self.partials[:index] if p.kind != "col"]
-        before = 8 * sum(self.kernel._scratch_width(p) for p in scratch)
-        return self.loop.scratch_address + (before + warp * self.kernel._scratch_width(self.partials[index])) * 4
+    def _read_scratch(self, index: int, warp: Any, column: Int32) -> tuple:
+        dtypes = self.partials[index].fold.dtypes
+        addresses = [self._scratch(index, component, warp) + column * 4 for component in range(len(dtypes))]
+        return tuple(load_shared(CUTE_DTYPES[d], a, 1)[0] for d, a in zip(dtypes, addresses, strict=True))
+
+    def _scratch(self, index: int, component: int, warp: Any) -> Int32:
+        """Byte address of a warp's part of the scratch: [partial][carried value][warp][column]."""
+        width = self.kernel.scratch_width(self.partials[index])
+        before = sum(self.kernel.scratch_floats(p) for p in self.partials[:index] if p.kind != "col")
+        return self.loop.scratch_address + (before + (component * CONSUMER_WARPS + warp) * width) * 4
 
 
 def epilogue_of(*arguments: Any) -> tuple[Callable[..., Staged], Callable[..., None]]:

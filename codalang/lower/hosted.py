@@ -10,23 +10,29 @@ registers and then through shared memory.
 
 from typing import Any
 
+import attrs
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, cute
-from cutlass.cutlass_dsl import select_
+from cutlass import Boolean, Int32, Int64, cute
 from cutlass.memory import SmemAllocator
 
+from codalang.lower import device
 from codalang.lower.body import Input, Partial
-from codalang.lower.device import Registers
+from codalang.lower.device import Registers, choose
 from codalang.lower.plan import HOSTED_ROWS, hosted_run
 from codalang.lower.registers import (
     CUTE_DTYPES,
     broadcast,
+    fold,
     fold_lanes,
+    initial,
     load,
-    masked,
+    load_shared,
+    merge,
     minimum,
     store,
     store_if,
+    store_shared_if,
+    widened,
 )
 
 WARPS = 8
@@ -61,8 +67,49 @@ class HostedKernel:
         work.compute()
 
     def scratch_width(self, partial: Partial) -> int:
-        """Floats that each warp leaves in shared memory."""
+        """Columns that each warp leaves in shared memory of each carried value."""
         return int(self.columns * partial.width) if partial.kind == "row" else 1
+
+    def scratch_words(self, partial: Partial) -> int:
+        """Words of shared memory of one partial."""
+        return WARPS * len(partial.fold.initial) * self.scratch_width(partial)
+
+
+@attrs.frozen
+class RowHost:
+    """What a body asks of its host: where its registers lie in the output, and the columns of other lanes.
+
+    `registers` is how many columns of a value a thread would hold for two of the accumulator's.
+    """
+
+    tile: Any
+    row: Int32
+
+    def row_index(self) -> Registers:
+        """The output row."""
+        return (self.row,)
+
+    def col_index(self, registers: int) -> Registers:
+        """The output column of each register."""
+        count = self.tile.kernel.run * registers // 2
+        return tuple(self.tile.column * registers // 2 + i for i in range(count))
+
+    def group_sum(self, values: Registers, size: int, registers: int) -> Registers:
+        """Each register's group sum."""
+        return self._grouped("group_sum", values, size)
+
+    def group_max(self, values: Registers, size: int, registers: int) -> Registers:
+        """Each register's group maximum."""
+        return self._grouped("group_max", values, size)
+
+    def _grouped(self, name: str, values: Registers, size: int) -> Registers:
+        mine = min(size, len(values))
+        lanes = tuple(b for b in ALL_LANES if b * len(values) < size)
+        return tuple(
+            total
+            for first in range(0, len(values), mine)
+            for total in [device.combine(name, values[first : first + mine], cute.arch.shuffle_sync_bfly, lanes)] * mine
+        )
 
 
 class HostedTile:
@@ -74,38 +121,40 @@ class HostedTile:
         self.kernel, self.body = kernel, kernel.body
         self.m, self.n, self.tile_m, self.tile_n = m, n, tile_m, tile_n
         self.inputs = inputs
-        self.tiles = outputs[: len(self.body.TILES)]
-        self.partials = outputs[len(self.body.TILES) :]
+        rest = iter(outputs)
+        self.tiles = [next(rest) for _ in self.body.TILES]
+        self.vectors = [next(rest) for _ in self.body.VECTORS]
+        self.targets = [[next(rest) for _ in p.fold.initial] for p in self.body.PARTIALS]
         self.lane = cute.arch.lane_idx()
         self.warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.column = tile_n * kernel.columns + self.lane * kernel.run
-        # lanes right of the edge read the first column instead, and write and sum nothing
+        # lanes right of the edge read the first column instead, and write and reduce nothing
         self.inside = self.column < n
-        self.readable = select_(self.inside, self.column, Int32(0))
-        floats = WARPS * sum(kernel.scratch_width(p) for p in kernel.scratch)
-        self.scratch = SmemAllocator().allocate_array(Float32, max(1, floats)).toint() if floats else None
+        self.readable = choose(self.inside, self.column, Int32(0))
+        words = sum(kernel.scratch_words(p) for p in kernel.scratch)
+        self.scratch = SmemAllocator().allocate_array(Int32, words).toint() if words else None
         self.fixed = [self._fixed(i, t) for i, t in zip(self.body.INPUTS, inputs, strict=True)]
-        self.sums: list[dict[Any, Float32]] = [{} for _ in self.body.PARTIALS]
+        self.carried: list[dict[Any, tuple]] = [{} for _ in self.body.PARTIALS]
 
     def _fixed(self, item: Input, tensor: Any) -> Any:
         """What does not change from row to row: scalars, and this lane's part of a row."""
         if item.kind == "scalar":
-            return (tensor if item.dtype == "number" else tensor[0].to(Float32),)
+            return (tensor if item.dtype == "number" else widened(tensor[0]),)
         if item.kind == "row":
             columns = int(self.kernel.run * item.width)
             first = self._scaled(self.readable, item.width)
-            return tuple(tensor[minimum(first + i, tensor.shape[0] - 1)].to(Float32) for i in range(columns))
+            return tuple(widened(tensor[minimum(first + i, tensor.shape[0] - 1)]) for i in range(columns))
         return None
 
     def compute(self) -> None:
-        """All rows of this warp, in batches, then the sums."""
+        """All rows of this warp, in batches, then the reductions over rows."""
         rows_per_warp = HOSTED_ROWS // WARPS
         for start in range(0, rows_per_warp, BATCH):
             rows = [self.tile_m * HOSTED_ROWS + (start + i) * WARPS + self.warp for i in range(BATCH)]
             loaded = [self._load_row(row) for row in rows]
-            for row, values in zip(rows, loaded, strict=True):
-                self._apply_row(row, values)
-        self._finish_sums()
+            for i, (row, values) in enumerate(zip(rows, loaded, strict=True)):
+                self._apply_row(row, values, is_first=start == 0 and i == 0)
+        self._finish_partials()
 
     def _scaled(self, column: Int32, width: Any) -> Int32:
         """A column of the accumulator in units of another width."""
@@ -117,14 +166,14 @@ class HostedTile:
         return tensor.iterator.toint() + offset * element
 
     def _load_row(self, row: Int32) -> list[Registers]:
-        """This lane's part of every input in a row: all its columns in one tuple."""
+        """This lane's part of every input in a row."""
         row = minimum(row, self.m - 1)
         values = []
         for item, tensor, fixed in zip(self.body.INPUTS, self.inputs, self.fixed, strict=True):
             if item.kind == "tile":
                 values.append(self._load_tile(item, tensor, row))
             elif item.kind == "col":
-                values.append((tensor[row].to(Float32),))
+                values.append((widened(tensor[row]),))
             else:
                 values.append(fixed)
         return values
@@ -135,37 +184,36 @@ class HostedTile:
         if self.kernel.aligned:
             return load(dtype, self._address(tensor, row, self.readable, item.width), columns, cute.AddressSpace.gmem)
         first = self._scaled(self.readable, item.width)
-        return tuple(tensor[row, minimum(first + i, tensor.shape[1] - 1)].to(Float32) for i in range(columns))
+        return tuple(widened(tensor[row, minimum(first + i, tensor.shape[1] - 1)]) for i in range(columns))
 
-    def _apply_row(self, row: Int32, values: list[Registers]) -> None:
-        """Run the body on every pair of columns; write and sum the results."""
+    def _apply_row(self, row: Int32, values: list[Registers], *, is_first: bool) -> None:
+        """Run the body on this lane's columns of a row; write and reduce the results."""
         inside = self.inside & (row < self.m)
-        stored: list[list[Any]] = [[] for _ in self.tiles]
-        for pair in range(self.kernel.run // 2):
-            arguments = [
-                v[pair * i.registers : (pair + 1) * i.registers] if i.kind in ("tile", "row") else v
-                for i, v in zip(self.body.INPUTS, values, strict=True)
-            ]
-            tiles, reduced = self.body.apply(*arguments)
-            for columns, tile, registers in zip(stored, self.body.TILES, tiles, strict=True):
-                columns += broadcast(registers, tile.registers)
-            for index, (partial, registers) in enumerate(zip(self.body.PARTIALS, reduced, strict=True)):
-                self._sum(index, partial, broadcast(registers, partial.registers), pair, inside)
-        for tile, tensor, columns in zip(self.body.TILES, self.tiles, stored, strict=True):
-            self._store_tile(tile, tensor, row, tuple(columns), inside)
-        for index, partial in enumerate(self.body.PARTIALS):
+        host = RowHost(self, row)
+        tiles, vectors, reduced = self.body.apply(host, *values)
+        for tile, tensor, registers in zip(self.body.TILES, self.tiles, tiles, strict=True):
+            count = int(self.kernel.run * tile.width)
+            self._store_tile(tile, tensor, row, broadcast(registers, count), inside)
+        self._store_vectors(vectors, host, row, is_first)
+        for index, (partial, elements) in enumerate(zip(self.body.PARTIALS, reduced, strict=True)):
+            self._fold(index, partial, elements, row)
             if partial.kind == "col":
-                total = fold_lanes(self.sums[index].pop(()), ALL_LANES)
-                store_if((row < self.m) & (self.lane == 0), self.partials[index], self.tile_n, row, total)
+                total = fold_lanes(partial.fold, self.carried[index].pop(()), ALL_LANES)
+                for target, value in zip(self.targets[index], total, strict=True):
+                    store_if((row < self.m) & (self.lane == 0), target, self.tile_n, row, value)
 
-    def _sum(self, index: int, partial: Partial, values: Registers, pair: int, inside: Boolean) -> None:
-        for register, value in enumerate(values):
-            # the second column of a lane's pair may lie beyond an odd edge
-            column = self.column + 2 * pair + (2 * register) // partial.registers
-            value = masked(value, inside & (column < self.n))
-            key = (pair, register) if partial.kind == "row" else ()
-            sums = self.sums[index]
-            sums[key] = sums[key] + value if key in sums else value
+    def _fold(self, index: int, partial: Partial, values: tuple[Registers, ...], row: Int32) -> None:
+        count = int(self.kernel.run * partial.width)
+        columns = [broadcast(v, count) for v in values]
+        carried = self.carried[index]
+        for register in range(count):
+            # the second column of a lane's run may lie beyond an odd edge
+            valid = self.column + int(register / partial.width) < self.n
+            if partial.kind != "col":
+                valid = valid & (row < self.m)
+            key = register if partial.kind == "row" else ()
+            element = tuple(c[register] for c in columns)
+            carried[key] = fold(partial.fold, carried.get(key) or initial(partial.fold), element, valid)
 
     def _store_tile(self, tile: Any, tensor: cute.Tensor, row: Int32, values: Registers, inside: Boolean) -> None:
         if self.kernel.aligned:
@@ -177,18 +225,32 @@ class HostedTile:
             valid = inside & (first + i < tensor.shape[1])
             store_if(valid, tensor, row, first + i, value.to(CUTE_DTYPES[tile.dtype]))
 
-    def _finish_sums(self) -> None:
-        """Sums over rows: leave them by warp in shared memory, then add up the warps."""
+    def _store_vectors(self, values: tuple[Registers, ...], host: RowHost, row: Int32, is_first: bool) -> None:
+        """Write stored vectors, each element by one thread of the whole grid."""
+        for vector, target, registers in zip(self.body.VECTORS, self.vectors, values, strict=True):
+            if vector.kind == "col":
+                store_if((self.tile_n == 0) & (self.lane == 0) & (row < self.m), target, 0, row, registers[0])
+            elif vector.kind == "scalar" and is_first:
+                corner = (self.tile_m == 0) & (self.tile_n == 0) & (self.warp == 0) & (self.lane == 0)
+                store_if(corner, target, 0, 0, registers[0])
+            elif vector.kind == "row" and is_first:
+                top = (self.tile_m == 0) & (self.warp == 0)
+                columns = host.col_index(vector.registers)
+                for column, value in zip(columns, broadcast(registers, len(columns)), strict=True):
+                    store_if(top & (column < target.shape[1]), target, 0, column, value)
+
+    def _finish_partials(self) -> None:
+        """Reductions over rows: leave them by warp in shared memory, then merge the warps."""
         if not self.kernel.scratch:
             return
         for index, partial in enumerate(self.body.PARTIALS):
             if partial.kind == "row":
-                for (pair, register), value in self.sums[index].items():
-                    column = self.lane * int(self.kernel.run * partial.width) + pair * partial.registers + register
-                    store(Float32, self._scratch(index, self.warp) + column * 4, (value,), cute.AddressSpace.smem)
+                for register, carried in self.carried[index].items():
+                    column = self.lane * int(self.kernel.run * partial.width) + register
+                    self._leave(index, partial, column, carried, True)
             elif partial.kind == "scalar":
-                total = fold_lanes(self.sums[index][()], ALL_LANES)
-                store(Float32, self._scratch(index, self.warp), (total,), cute.AddressSpace.smem)
+                total = fold_lanes(partial.fold, self.carried[index][()], ALL_LANES)
+                self._leave(index, partial, Int32(0), total, self.lane == 0)
         cute.arch.sync_threads()
         thread = cute.arch.thread_idx()[0]
         for index, partial in enumerate(self.body.PARTIALS):
@@ -197,18 +259,28 @@ class HostedTile:
             width = self.kernel.scratch_width(partial)
             for j in range(-(-width // (32 * WARPS))):
                 column = thread + j * 32 * WARPS
-                total = Float32(0.0)
+                total = initial(partial.fold)
                 for warp in range(WARPS):
-                    address = self._scratch(index, warp) + minimum(column, width - 1) * 4
-                    total = total + load(Float32, address, 1, cute.AddressSpace.smem)[0]
-                target = self.partials[index]
+                    part = self._taken(index, partial, warp, minimum(column, width - 1))
+                    total = merge(partial.fold, total, part)
                 output = self.tile_n * width + column
-                store_if((column < width) & (output < target.shape[1]), target, self.tile_m, output, total)
+                for target, value in zip(self.targets[index], total, strict=True):
+                    store_if((column < width) & (output < target.shape[1]), target, self.tile_m, output, value)
 
-    def _scratch(self, index: int, warp: Any) -> Any:
-        before = sum(self.kernel.scratch_width(p) for p in self.body.PARTIALS[:index] if p.kind != "col")
+    def _leave(self, index: int, partial: Partial, column: Int32, carried: tuple, valid: Any) -> None:
+        for component, dtype in enumerate(partial.fold.dtypes):
+            address = self._scratch(index, component, self.warp) + column * 4
+            store_shared_if(Boolean(valid), CUTE_DTYPES[dtype], address, (carried[component],))
+
+    def _taken(self, index: int, partial: Partial, warp: int, column: Int32) -> tuple:
+        addresses = [self._scratch(index, c, warp) + column * 4 for c in range(len(partial.fold.dtypes))]
+        return tuple(load_shared(CUTE_DTYPES[d], a, 1)[0] for d, a in zip(partial.fold.dtypes, addresses, strict=True))
+
+    def _scratch(self, index: int, component: int, warp: Any) -> Any:
+        """Byte address of a warp's part of the scratch: [partial][carried value][warp][column]."""
+        before = sum(self.kernel.scratch_words(p) for p in self.body.PARTIALS[:index] if p.kind != "col")
         width = self.kernel.scratch_width(self.body.PARTIALS[index])
-        return self.scratch + (WARPS * before + warp * width) * 4
+        return self.scratch + (before + (component * WARPS + warp) * width) * 4
 
 
 @cute.jit

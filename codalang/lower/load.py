@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from codalang.errors import CodaCompileError
 from codalang.lower import cache
 from codalang.lower.codegen import generate
@@ -47,7 +49,7 @@ def library(spec: KernelSpec) -> Path:
     """
     compiler = _linker()
     suffix = ".so" if compiler else ".o"
-    key = cache.key(source=generate(spec), spec=repr((spec.operand, spec.config, spec.aligned)), arch=ARCH)
+    key = cache.key(source=generate(spec), spec=repr(attrs.astuple(spec, recurse=False)[1:]), arch=ARCH)
     return disk_cache().load_or_build(key, suffix, lambda path: _build(spec, path, compiler))
 
 

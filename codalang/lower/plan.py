@@ -19,8 +19,10 @@ from fractions import Fraction
 import attrs
 
 from codalang.errors import CodaUnsupportedError
+from codalang.ir.epilogue import Reduce, State
 from codalang.ir.types import Kind
-from codalang.lower.spec import DTYPE_BYTES, Config, KernelSpec, relative_width
+from codalang.lower.codegen import unit
+from codalang.lower.spec import DTYPE_BYTES, Config, KernelSpec, folds, relative_width
 
 SMEM_CAPACITY = 232_448  # bytes of shared memory that one CTA of SM90 can have
 SMEM_RESERVE = 4 * 1024  # barriers, and the alignment of each buffer to 1024 bytes
@@ -29,6 +31,8 @@ CONSUMER_WARPS = 8
 SLAB_ROWS = 16
 SMS = 132  # of an H100 or H200 SXM
 HOSTED_ROWS = 64  # rows of a hosted kernel's tile
+CONSUMER_REGISTERS = 232  # per thread of a consumer warpgroup
+TEMPORARY_REGISTERS = 20
 MULTIPLIES_PER_CYCLE = 2048  # of one SM: dense bf16 or f16 wgmma
 
 
@@ -114,12 +118,18 @@ def _configurations(spec: KernelSpec, tiling: Tiling) -> Iterator[Config]:
     """The best division of shared memory for a tiling, if any: stages of the ring come first, then slabs."""
     has_loads = any(p.type.kind is Kind.TILE for p, _ in spec.inputs)
     has_stores = bool(spec.stores)
+    narrow = unit(spec.epilogue)
     for subtile, loads, stores in SLABS:
+        subtile = max(subtile, narrow)
+        if tiling.tile[1] % subtile:
+            continue
         loads, stores = loads * has_loads, stores * has_stores
         config = Config(tiling.tile, tiling.cluster, tiling.ping_pong, 0, subtile, loads, stores)
         left = SMEM_CAPACITY - shared_bytes(spec, config)
         stages = min(MAX_STAGES, left // ring_stage_bytes(tiling.tile))
-        if stages >= tiling.least_stages or (stages >= 2 and (subtile, loads, stores) == (16, has_loads, has_stores)):
+        if stages >= tiling.least_stages or (
+            stages >= 2 and (subtile, loads, stores) == (max(16, narrow), has_loads, has_stores)
+        ):
             yield attrs.evolve(config, stages=stages)
             return
 
@@ -135,8 +145,9 @@ def shared_bytes(spec: KernelSpec, config: Config) -> int:
     slabs = config.load_stages * sum(loads) + config.store_stages * sum(stores)
     teams = 2 if config.ping_pong else 1
     rows = sum(relative_width(spec.epilogue, p) for p, _ in spec.inputs if p.type.kind is Kind.ROW)
-    sums = sum(relative_width(spec.epilogue, r) for r in spec.epilogue.reductions if r.type.kind is Kind.ROW)
-    scalars = sum(r.type.kind is Kind.SCALAR for r in spec.epilogue.reductions)
+    groups = [(g[0], _carried_words(g[0])) for g in folds(spec.epilogue)]
+    sums = sum(words * relative_width(spec.epilogue, r) for r, words in groups if r.type.kind is Kind.ROW)
+    scalars = sum(words for r, words in groups if r.type.kind is Kind.SCALAR)
     return (
         config.stages * ring_stage_bytes(config.tile)
         + int(slabs * config.subtile * SLAB_ROWS * CONSUMER_WARPS)
@@ -144,6 +155,28 @@ def shared_bytes(spec: KernelSpec, config: Config) -> int:
         + 4 * CONSUMER_WARPS * scalars
         + SMEM_RESERVE
     )
+
+
+def registers(spec: KernelSpec, config: Config) -> int:
+    """Estimated registers of a consumer thread in the epilogue, for a kernel that shall not spill.
+
+    The accumulator; what each reduction carries (a row of the thread's columns per sub-tile, or a number per row that it
+    has); cols, a number per row; the columns of one unit; and some for addresses and temporaries.
+    """
+    rows = config.tile[0] // (64 if config.ping_pong else 128) * 2
+    columns = config.subtile // 4
+    accumulator = rows * config.tile[1] // 4
+    carried = 0
+    for group in folds(spec.epilogue):
+        words = _carried_words(group[0])
+        width = relative_width(spec.epilogue, group[0])
+        carried += words * int(columns * width if group[0].type.kind is Kind.ROW else rows)
+    cols = rows * sum(p.type.kind is Kind.COL for p, _ in spec.inputs)
+    return accumulator + carried + cols + unit(spec.epilogue) // 4 + TEMPORARY_REGISTERS
+
+
+def _carried_words(output: Reduce | State) -> int:
+    return len(output.definition.carried) if isinstance(output, State) else 1
 
 
 def ring_stage_bytes(tile: tuple[int, int]) -> int:

@@ -8,11 +8,18 @@ from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
-from cutlass.cutlass_dsl import select_
 
-from codalang.lower.device import Registers
+from codalang.lower.body import Fold
+from codalang.lower.device import Registers, choose
 
-CUTE_DTYPES = {"bf16": cutlass.BFloat16, "f16": cutlass.Float16, "f32": cutlass.Float32}
+CUTE_DTYPES = {
+    "bf16": cutlass.BFloat16,
+    "f16": cutlass.Float16,
+    "f32": cutlass.Float32,
+    "i32": cutlass.Int32,
+    "i64": cutlass.Int64,
+    "bool": cutlass.Uint8,  # torch's bool is a byte
+}
 
 
 WIDEST_ACCESS = 16  # bytes
@@ -23,21 +30,33 @@ def _vector(dtype: Any, address: Any, count: int, space: cute.AddressSpace) -> c
     return cute.make_tensor(pointer, cute.make_layout(count))
 
 
+def widened(value: Any) -> Any:
+    """A stored element in its register dtype: f32, i32, or a mask."""
+    if isinstance(value, cutlass.Uint8):
+        return value != 0
+    return value.to(Int32 if isinstance(value, Int32 | cutlass.Int64) else Float32)
+
+
+def as_word(value: Any) -> Any:
+    """A register as what shared memory holds of it: f32 and i32 as they are, a mask as 0 or 1."""
+    return choose(value, Int32(1), Int32(0)) if isinstance(value, Boolean) else value
+
+
 def load(dtype: Any, address: Any, count: int, space: cute.AddressSpace) -> Registers:
-    """`count` adjacent elements, widened to f32, by the widest accesses.
+    """`count` adjacent elements, widened to their register dtype, by the widest accesses.
 
     The address must be a multiple of the whole size, or of 16 bytes where that is more.
     """
     fragment = cute.make_rmem_tensor((count,), dtype)
     cute.autovec_copy(_vector(dtype, address, count, space), fragment)
-    return tuple(fragment[i].to(Float32) for i in range(count))
+    return tuple(widened(fragment[i]) for i in range(count))
 
 
 def store(dtype: Any, address: Any, values: Registers, space: cute.AddressSpace) -> None:
     """Round `values` to the storage dtype and write them; the address as in `load`."""
     fragment = cute.make_rmem_tensor((len(values),), dtype)
     for i, value in enumerate(values):
-        fragment[i] = Float32(value).to(dtype)
+        fragment[i] = value.to(dtype)
     cute.autovec_copy(fragment, _vector(dtype, address, len(values), space))
 
 
@@ -56,21 +75,55 @@ def broadcast(value: Registers, lanes: int) -> Registers:
     return tuple(value[i if len(value) > 1 else 0] for i in range(lanes))
 
 
-def masked(value: Any, valid: Boolean) -> Float32:
-    """The value where valid, else 0: what padding must add to a sum."""
-    return select_(valid, Float32(value), Float32(0.0))
+def fold(fold: Fold, carried: tuple, values: tuple, valid: Any) -> tuple:
+    """Fold one element into the carried values where it is valid: padding must not enter a reduction."""
+    updated = _plain(fold.update(*_tuples(carried), *_tuples(values)))
+    if valid is True:
+        return updated
+    return tuple(choose(valid, new, old) for new, old in zip(updated, carried, strict=True))
 
 
-def fold_lanes(value: Float32, offsets: tuple[int, ...]) -> Float32:
-    """Sum over the lanes that differ in the given bits (a butterfly: every lane gets the sum)."""
+def merge(fold: Fold, a: tuple, b: tuple) -> tuple:
+    """The carried values of two parts together."""
+    return _plain(fold.merge(*_tuples(a), *_tuples(b)))
+
+
+def finalize(fold: Fold, carried: tuple) -> tuple:
+    """The results."""
+    return _plain(fold.finalize(*_tuples(carried)))
+
+
+def initial(fold: Fold) -> tuple:
+    """The carried values of nothing."""
+    kinds = {"f32": Float32, "i32": Int32}
+    return tuple(kinds[dtype](value) for dtype, value in zip(fold.dtypes, fold.initial, strict=True))
+
+
+def fold_lanes(fold: Fold, carried: tuple, offsets: tuple[int, ...]) -> tuple:
+    """Merge the lanes that differ in the given bits (a butterfly: every lane gets the result)."""
     for offset in offsets:
-        value = value + cute.arch.shuffle_sync_bfly(value, offset)
-    return value
+        carried = merge(fold, carried, tuple(cute.arch.shuffle_sync_bfly(c, offset) for c in carried))
+    return carried
+
+
+def _tuples(values: tuple) -> tuple:
+    return tuple((value,) for value in values)
+
+
+def _plain(results: tuple) -> tuple:
+    return tuple(result[0] for result in results)
 
 
 def minimum(a: Any, b: Any) -> Int32:
     """min of two integers, at least one of them dynamic."""
-    return select_(a < b, Int32(a), Int32(b))
+    return choose(a < b, Int32(a), Int32(b))
+
+
+@cute.jit
+def store_shared_if(valid: Boolean, dtype: cutlass.Constexpr, address: Int32, values: tuple) -> None:
+    """`store_shared` where valid."""
+    if valid:
+        store_shared(dtype, address, values)
 
 
 @cute.jit

@@ -3,13 +3,14 @@
 What TMA cannot address is made so here: an operand or tile whose base or pitch is not a multiple of 16 bytes goes
 through a copy with a padded pitch, an output likewise, and the caller gets contiguous tensors all the same.
 
-Reductions come from the kernels as one partial per tile, and are merged by one sum over them, in a fixed order.
+Reductions come from the kernels as one partial per tile, and are merged over them in a fixed order: sums, maxima and
+minima by torch's own reduction, stateful transforms by a small kernel (`merge`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -17,14 +18,23 @@ import attrs
 import torch
 
 from codalang.errors import CodaCallError
-from codalang.ir.epilogue import Epilogue, Output, Param
-from codalang.ir.types import Kind
+from codalang.ir import reference
+from codalang.ir.epilogue import Epilogue, Output, Param, Reduce, State
+from codalang.ir.types import Dtype, Kind
 from codalang.lower import plan
+from codalang.lower.codegen import unit
 from codalang.lower.load import function
-from codalang.lower.spec import Config, KernelSpec, Operand, base_width, loaded_params
+from codalang.lower.spec import Config, KernelSpec, Operand, base_width, folds, loaded_params
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+# What a parameter of each register dtype may be in memory.
+INPUT_DTYPES = {
+    Dtype.F32: DTYPE_NAMES,
+    Dtype.I32: {torch.int32: "i32", torch.int64: "i64"},
+    Dtype.BOOL: {torch.bool: "bool"},
+}
+RESULT_DTYPES = {"f32": torch.float32, "i32": torch.int32}
 
 empty = torch.empty  # how outputs and partials are allocated; tests replace it by one that poisons
 
@@ -56,6 +66,9 @@ def gemm(
         CodaCallError: a shape or dtype that does not fit.
         CodaUnsupportedError, CodaCompileError: see `plan.choose` and `compile.compile_object`.
     """
+    if a.ndim == b.ndim == 2 and (a.shape[0] == 0 or b.shape[0] == 0):
+        accumulator = {epilogue.params[0].name: a.new_zeros(a.shape[0], b.shape[0])}
+        return _of_nothing(epilogue, {**inputs, **accumulator}, a.shape[0], b.shape[0], a.dtype, dtypes or {})
     values = [inputs.get(name) for name in _loaded_names(epilogue, True)]
     key = (epilogue, config, function, _form(a), _form(b), *map(_form, values), *(dtypes or {}).items())
     call = _CALLS.get(key) or _remember(key, _gemm_call(epilogue, a, b, values, dict(dtypes or {}), config))
@@ -83,7 +96,13 @@ def hosted(
     key = (epilogue, extents, default_dtype, function, *map(_form, values), *(dtypes or {}).items())
     call = _CALLS.get(key)
     if call is None:
-        call = _remember(key, _hosted_call(epilogue, inputs, values, extents, dict(dtypes or {}), default_dtype))
+        m, n, device = _hosted_extents(epilogue, inputs, extents)
+        tensors = [v for v in inputs.values() if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        default = default_dtype or next((t.dtype for t in tensors), torch.float32)
+        if m == 0 or n == 0:
+            return _of_nothing(epilogue, inputs, m, n, default, dtypes or {})
+        shape = _Shape(epilogue, m, n, device)
+        call = _remember(key, _hosted_call(shape, values, _storage_dtypes(epilogue, default, dtypes or {})))
     return call.run(tuple(values))
 
 
@@ -94,35 +113,35 @@ Prepare = Callable[[Any], Any]
 
 
 @attrs.frozen
-class _Output:
-    """How one output is allocated and finished.
+class _Buffer:
+    """What a kernel writes into.
 
     Attributes:
-        buffer: the shape that is allocated: a padded pitch, or one partial per tile.
-        columns: columns of the buffer that the kernel sees, where that is not all.
-        merge: axes to sum over, for partials.
-        result: dtype of the result.
+        shape: what is allocated: a tile with a padded pitch, a vector as one row, or one partial per tile.
+        columns: columns of it that the kernel sees, where that is not all.
     """
 
-    name: str
-    buffer: tuple[int, ...]
-    columns: int | None
-    merge: tuple[int, ...]
+    shape: tuple[int, ...]
     dtype: torch.dtype
-    result: torch.dtype
+    columns: int | None = None
 
     def allocate(self, device: torch.device) -> torch.Tensor:
         """The kernel's argument."""
-        tensor = empty(self.buffer, dtype=self.dtype, device=device)
+        tensor = empty(self.shape, dtype=self.dtype, device=device)
         return tensor if self.columns is None else tensor[:, : self.columns]
 
-    def finish(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The caller's result: contiguous, merged, in its dtype."""
-        if self.merge:
-            tensor = tensor[0] if self.merge == (0,) and self.buffer[0] == 1 else tensor.sum(self.merge)
-        elif self.columns is not None:
-            tensor = tensor.contiguous()
-        return tensor if tensor.dtype is self.result else tensor.to(self.result)
+
+Finish = Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]
+
+
+@attrs.frozen
+class _Result:
+    """How outputs are made of buffers: `finish` gives one tensor per name, which is then cast to its dtype."""
+
+    names: tuple[str, ...]
+    buffers: tuple[_Buffer, ...]
+    finish: Finish
+    dtypes: tuple[torch.dtype, ...]
 
 
 @attrs.frozen
@@ -130,35 +149,38 @@ class _Call:
     """A launch with everything decided: only pointers change from call to call of a signature.
 
     Attributes:
-        launch: the compiled function, None where there is nothing to compute.
+        launch: the compiled function.
         prepare: for each tensor of the call, what makes it addressable, None where it is so.
         operands: how many of them are operands of a GEMM; the others are the epilogue's inputs.
-        kernel_outputs: outputs in the order of the kernel's signature.
+        results: in the order of the kernel's signature.
         names: the outputs' names in textual order.
         tail: the integers that end the kernel's signature.
     """
 
-    launch: Callable[..., None] | None
+    launch: Callable[..., None]
     prepare: tuple[Prepare | None, ...]
     operands: int
-    kernel_outputs: tuple[_Output, ...]
+    results: tuple[_Result, ...]
     names: tuple[str, ...]
     tail: tuple[int, ...]
     device: torch.device
 
     def run(self, values: tuple[Value, ...]) -> dict[str, torch.Tensor]:
         """Allocate, launch on the current stream, finish."""
-        if self.launch is None:
-            return {o.name: torch.zeros(o.buffer, dtype=o.result, device=self.device) for o in self.kernel_outputs}
-        tensors = [p(v) if p else v for p, v in zip(self.prepare, values, strict=True)]
-        outputs = tuple([o.allocate(self.device) for o in self.kernel_outputs])
-        arguments = (*tensors[: self.operands], tuple(tensors[self.operands :]), outputs, *self.tail)
         if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
-            self.launch(*arguments)
-        else:
-            with torch.cuda.device(self.device):
-                self.launch(*arguments)
-        finished = {o.name: o.finish(t) for o, t in zip(self.kernel_outputs, outputs, strict=True)}
+            return self._run(values)
+        with torch.cuda.device(self.device):
+            return self._run(values)
+
+    def _run(self, values: tuple[Value, ...]) -> dict[str, torch.Tensor]:
+        buffers = [[b.allocate(self.device) for b in r.buffers] for r in self.results]
+        tensors = [p(v) if p else v for p, v in zip(self.prepare, values, strict=True)]
+        outputs = tuple([b for group in buffers for b in group])
+        self.launch(*tensors[: self.operands], tuple(tensors[self.operands :]), outputs, *self.tail)
+        finished = {}
+        for result, group in zip(self.results, buffers, strict=True):
+            for name, tensor, dtype in zip(result.names, result.finish(group), result.dtypes, strict=True):
+                finished[name] = tensor if tensor.dtype is dtype else tensor.to(dtype)
         return {name: finished[name] for name in self.names}
 
 
@@ -201,12 +223,10 @@ def _gemm_call(
         raise CodaCallError(
             f"a [M, K] and b [N, K] must agree in K, got {list(a.shape)} and {list(b.shape)}", argument="b"
         )
-    shape = _Shape(epilogue, a.shape[0], b.shape[0])
+    shape = _Shape(epilogue, a.shape[0], b.shape[0], a.device)
     storage = _storage_dtypes(epilogue, a.dtype, dtypes)
     inputs = [shape.input(p, v, pad=True) for p, v in zip(loaded_params(epilogue, True), values, strict=True)]
     names = tuple(o.name for o in epilogue.outputs)
-    if shape.is_empty:
-        return _Call(None, (), 0, shape.empty_outputs(storage), names, (), a.device)
     prepare_a, a_major = _operand(a)
     prepare_b, b_major = _operand(b)
     spec = KernelSpec(
@@ -222,38 +242,26 @@ def _gemm_call(
         function(attrs.evolve(spec, config=chosen)),
         (prepare_a, prepare_b, *(prepare for prepare, _ in inputs)),
         2,
-        shape.outputs(storage, chosen.tile, padded=True),
+        shape.results(storage, chosen.tile, spec, padded=True),
         names,
         (max(1, _sms(a.device) // cluster),),
         a.device,
     )
 
 
-def _hosted_call(
-    epilogue: Epilogue,
-    given: Mapping[str, torch.Tensor | float],
-    values: list[Value],
-    extents: tuple[int, int] | None,
-    dtypes: dict[str, torch.dtype],
-    default_dtype: torch.dtype | None,
-) -> _Call:
-    m, n, device = _hosted_extents(epilogue, given, extents)
-    tensors = [v for v in given.values() if isinstance(v, torch.Tensor)]
-    default = default_dtype or next((t.dtype for t in tensors), torch.float32)
-    shape = _Shape(epilogue, m, n)
-    storage = _storage_dtypes(epilogue, default, dtypes)
+def _hosted_call(shape: _Shape, values: list[Value], storage: Mapping[str, torch.dtype]) -> _Call:
+    epilogue, n = shape.epilogue, shape.n
     params = loaded_params(epilogue, False)
-    inputs = [shape.input(p, v, pad=False) for p, v in zip(params, values, strict=True)]
-    names = tuple(o.name for o in epilogue.outputs)
-    if shape.is_empty:
-        return _Call(None, (), 0, shape.empty_outputs(storage), names, (), device)
-    # what `prepare` copies is a fresh contiguous tensor; its rows are aligned if they are whole
+    # groups of columns are exchanged among lanes that hold eight each: such rows are made aligned
+    pad = unit(epilogue) > 8
+    inputs = [shape.input(p, v, pad=pad) for p, v in zip(params, values, strict=True)]
+    # what `prepare` copies is a fresh contiguous tensor
     tiles = [
         (v if prepare is None else torch.empty(v.shape, dtype=v.dtype, device="meta"))
         for p, v, (prepare, _) in zip(params, values, inputs, strict=True)
         if p.type.kind is Kind.TILE and isinstance(v, torch.Tensor)
     ]
-    aligned = n % 8 == 0 and all(_is_aligned(t) for t in tiles)
+    aligned = n % 8 == 0 and (pad or all(_is_aligned(t) for t in tiles))
     spec = KernelSpec(
         epilogue,
         None,
@@ -263,15 +271,33 @@ def _hosted_call(
         aligned,
     )
     tile = (plan.HOSTED_ROWS, 32 * plan.hosted_run(aligned))
-    outputs = shape.outputs(storage, tile, padded=aligned)
-    return _Call(function(spec), tuple(prepare for prepare, _ in inputs), 0, outputs, names, (m, n), device)
+    results = shape.results(storage, tile, spec, padded=aligned)
+    prepare = tuple(prepare for prepare, _ in inputs)
+    names = tuple(o.name for o in epilogue.outputs)
+    return _Call(function(spec), prepare, 0, results, names, (shape.m, n), shape.device)
+
+
+def _of_nothing(
+    epilogue: Epilogue,
+    inputs: Mapping[str, torch.Tensor | float],
+    m: int,
+    n: int,
+    default: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
+) -> dict[str, torch.Tensor]:
+    """The outputs where M or N is 0, by the reference: empty tiles, and reductions of nothing."""
+    storage = _storage_dtypes(epilogue, default, dtypes)
+    extents = (m, int(n / base_width(epilogue)))
+    results = reference.run(epilogue, inputs, dtype=torch.float32, extents=extents)
+    return {name: value.to(storage[name]) for name, value in results.items()}
 
 
 def _storage_dtypes(
     epilogue: Epilogue, default: torch.dtype, dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, torch.dtype]:
     """Each output's storage dtype: the call's, else the annotation, else `default` for tiles and f32 for reductions."""
-    fallback = {o.name: default for o in epilogue.stores} | {o.name: torch.float32 for o in epilogue.reductions}
+    tiles = {o.name for o in epilogue.stores}
+    fallback = {o.name: default if o.name in tiles else RESULT_DTYPES[o.type.dtype.value] for o in epilogue.outputs}
     annotated = {o.name: TORCH_DTYPES[o.dtype] for o in epilogue.outputs if o.dtype}
     return fallback | annotated | dict(dtypes)
 
@@ -279,10 +305,16 @@ def _storage_dtypes(
 class _Shape:
     """The extents of a call, and what follows from them: m rows and n columns of the accumulator's width."""
 
-    def __init__(self, epilogue: Epilogue, m: int, n: int) -> None:
-        self.epilogue, self.m, self.n = epilogue, m, n
+    def __init__(self, epilogue: Epilogue, m: int, n: int, device: torch.device) -> None:
+        self.epilogue, self.m, self.n, self.device = epilogue, m, n, device
         self.base = base_width(epilogue)
-        self.is_empty = m == 0 or n == 0
+        for node in epilogue.nodes:
+            if node.op in ("group_sum", "group_max") and self.columns(node.type.width) % node.attr:  # type: ignore[operator]
+                raise CodaCallError(
+                    f"`{node.op}` of `{epilogue.name}` needs a multiple of {node.attr} columns, "
+                    f"got {self.columns(node.type.width)}",
+                    node.loc,
+                )
 
     def columns(self, width: Fraction | None) -> int:
         """Columns of something `width` wide."""
@@ -298,47 +330,127 @@ class _Shape:
         """What makes an input addressable, if anything, and its storage dtype.  Raises CodaCallError."""
         if value is None:
             raise CodaCallError(f"`{param.name}` of `{self.epilogue.name}` is missing", argument=param.name)
-        if param.type.kind is Kind.SCALAR:
-            if not isinstance(value, torch.Tensor):
+        names = INPUT_DTYPES[param.type.dtype]
+        if isinstance(value, torch.Tensor):
+            name = names.get(value.dtype)
+            if name and param.type.kind is Kind.SCALAR and value.numel() == 1:
+                return _chain(lambda t: t.reshape(1), _as_bytes(name)), name
+            if name and tuple(value.shape) == self.of(param):
+                if param.type.kind is not Kind.TILE:
+                    return _chain(None if value.is_contiguous() else torch.Tensor.contiguous, _as_bytes(name)), name
+                narrow = torch.Tensor.int if name == "i64" else None
+                if narrow:  # a tile of 8-byte elements would be as wide as two of f32
+                    value, name = torch.empty(value.shape, dtype=torch.int32, device="meta"), "i32"
+                return _chain(narrow, _as_bytes(name), (_addressable if pad else _unit_stride)(value)), name
+        elif param.type.kind is Kind.SCALAR:
+            if param.type.dtype is Dtype.F32:
                 return float, "number"
-            if value.numel() == 1 and value.dtype in DTYPE_NAMES:
-                return (lambda t: t.reshape(1)), DTYPE_NAMES[value.dtype]
-        elif isinstance(value, torch.Tensor) and tuple(value.shape) == self.of(param) and value.dtype in DTYPE_NAMES:
-            if param.type.kind is Kind.TILE:
-                return (_addressable if pad else _unit_stride)(value), DTYPE_NAMES[value.dtype]
-            return (None if value.is_contiguous() else torch.Tensor.contiguous), DTYPE_NAMES[value.dtype]
+            dtype = {Dtype.I32: torch.int32, Dtype.BOOL: torch.uint8}[param.type.dtype]
+            name = {Dtype.I32: "i32", Dtype.BOOL: "bool"}[param.type.dtype]
+            return (lambda v: torch.tensor([int(v)], dtype=dtype, device=self.device)), name
         got = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise CodaCallError(
-            f"`{param.name}` of `{self.epilogue.name}` must be a bf16, f16 or f32 tensor of shape "
+            f"`{param.name}` of `{self.epilogue.name}` must be a {' or '.join(names.values())} tensor of shape "
             f"{list(self.of(param))}, got {got}",
             argument=param.name,
         )
 
-    def outputs(
-        self, storage: Mapping[str, torch.dtype], tile: tuple[int, int], *, padded: bool
-    ) -> tuple[_Output, ...]:
-        """Outputs in the order of the kernel's signature, for a grid of such tiles."""
+    def results(
+        self, storage: Mapping[str, torch.dtype], tile: tuple[int, int], spec: KernelSpec, *, padded: bool
+    ) -> tuple[_Result, ...]:
+        """Results in the order of the kernel's signature, for a grid of such tiles."""
         found = []
         for store in self.epilogue.stores:
             dtype, columns = storage[store.name], self.columns(store.type.width)
             unit = 16 // dtype.itemsize if padded else 1
             pitch = -(-columns // unit) * unit
-            found.append(_Output(store.name, (self.m, pitch), None if pitch == columns else columns, (), dtype, dtype))
+            if pitch == columns:
+                found.append(_Result((store.name,), (_Buffer((self.m, columns), dtype),), _as_is, (dtype,)))
+            else:
+                found.append(_Result((store.name,), (_Buffer((self.m, pitch), dtype, columns),), _whole, (dtype,)))
+        for vector in self.epilogue.vectors:
+            buffer = _Buffer((1, *(self.of(vector) or (1,))), torch.float32)
+            is_scalar = vector.type.kind is Kind.SCALAR
+            found.append(_Result((vector.name,), (buffer,), _only if is_scalar else _first, (storage[vector.name],)))
         tiles_m, tiles_n = -(-self.m // tile[0]), -(-self.n // tile[1])
-        for reduction in self.epilogue.reductions:
-            buffer, merge = {
-                Kind.COL: ((tiles_n, self.m), (0,)),
-                Kind.ROW: ((tiles_m, self.columns(reduction.type.width)), (0,)),
-                Kind.SCALAR: ((tiles_m, tiles_n), (0, 1)),
-            }[reduction.type.kind]
-            found.append(_Output(reduction.name, buffer, None, merge, torch.float32, storage[reduction.name]))
+        for index, group in enumerate(folds(self.epilogue)):
+            kind, width = group[0].type.kind, group[0].type.width
+            shape = {
+                Kind.COL: (tiles_n, self.m),
+                Kind.ROW: (tiles_m, self.columns(width)),
+                Kind.SCALAR: (tiles_m, tiles_n),
+            }[kind]
+            dtypes = tuple(storage[o.name] for o in group)
+            finish, carried = self._fold(spec, index, group, kind)
+            buffers = tuple(_Buffer(shape, dtype) for dtype in carried)
+            found.append(_Result(tuple(o.name for o in group), buffers, finish, dtypes))
         return tuple(found)
 
-    def empty_outputs(self, storage: Mapping[str, torch.dtype]) -> tuple[_Output, ...]:
-        """The outputs where M or N is 0: empty tiles, and sums of nothing; all zeros."""
-        return tuple(
-            _Output(o.name, self.of(o), None, (), storage[o.name], storage[o.name]) for o in self.epilogue.outputs
-        )
+    def _fold(
+        self, spec: KernelSpec, index: int, group: tuple[Reduce | State, ...], kind: Kind
+    ) -> tuple[Finish, tuple[torch.dtype, ...]]:
+        """How a reduction's partials are merged, and the dtypes of what it carries."""
+        first = group[0]
+        if isinstance(first, Reduce):
+            return _MERGES[first.how, kind is Kind.SCALAR], (torch.float32,)
+        dtypes = tuple(RESULT_DTYPES[dtype.value] for _, dtype in first.definition.carried)
+        all_results = tuple(dtype.value for _, dtype in first.definition.results)
+        merge = function(attrs.evolve(spec, merge=index))
+        chosen = [o.result for o in group if isinstance(o, State)]
+        results = [RESULT_DTYPES[name] for name in all_results]
+
+        def finish(partials: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+            if kind is Kind.SCALAR:
+                partials = [p.reshape(-1, 1) for p in partials]
+            outputs = [empty((1, partials[0].shape[1]), dtype=d, device=self.device) for d in results]
+            merge(tuple(partials), tuple(outputs))
+            return [outputs[i][0, 0] if kind is Kind.SCALAR else outputs[i][0] for i in chosen]
+
+        return finish, dtypes
+
+
+def _chain(*steps: Prepare | None) -> Prepare | None:
+    """Preparations one after the other; None where there is none."""
+    taken = [step for step in steps if step is not None]
+    if len(taken) < 2:
+        return taken[0] if taken else None
+    return lambda value: functools.reduce(lambda v, step: step(v), taken, value)
+
+
+def _as_bytes(name: str) -> Prepare | None:
+    return (lambda t: t.view(torch.uint8)) if name == "bool" else None
+
+
+def _as_is(buffers: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+    return buffers
+
+
+def _whole(buffers: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+    return [buffers[0].contiguous()]
+
+
+def _first(buffers: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+    return [buffers[0][0]]
+
+
+def _only(buffers: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+    return [buffers[0][0, 0]]
+
+
+def _merged(how: Callable[..., torch.Tensor], axes: tuple[int, ...]) -> Finish:
+    def finish(buffers: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+        partial = buffers[0]
+        return [partial[0] if axes == (0,) and partial.shape[0] == 1 else how(partial, axes)]
+
+    return finish
+
+
+# (how, whether both axes are reduced) -> how partials are merged
+_MERGES: dict[tuple[str, bool], Finish] = {
+    (how, is_scalar): _merged(function_, (0, 1) if is_scalar else (0,))
+    for how, function_ in (("sum", torch.sum), ("max", torch.amax), ("min", torch.amin))
+    for is_scalar in (False, True)
+}
 
 
 def _hosted_extents(

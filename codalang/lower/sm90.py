@@ -40,12 +40,11 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from codalang.lower.body import Input, Partial, Tile
-from codalang.lower.epilogue_loop import epilogue_of
+from codalang.lower.epilogue_loop import CONSUMER_WARPS, epilogue_of
 from codalang.lower.registers import CUTE_DTYPES
 from codalang.lower.spec import DTYPE_BYTES, Config
 
 K_TILE = 64  # elements of K per stage: one 128-byte swizzle row of a 16-bit dtype
-CONSUMER_WARPS = 8
 THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 SLAB_ROWS = 16  # rows of one warp in a 64-row block of the accumulator
@@ -245,10 +244,15 @@ class GemmKernel:
         return 2 * self.teams * sum(int(self.tile_n * r.width) for r in self.rows)
 
     def _scratch_floats(self) -> int:
-        """What warps leave for their team's sum over rows: a row, or one number, per warp."""
-        return CONSUMER_WARPS * sum(self._scratch_width(p) for p in self.scratch)
+        """What warps leave for their team's reductions over rows, in words."""
+        return sum(self.scratch_floats(p) for p in self.scratch)
 
-    def _scratch_width(self, partial: Partial) -> int:
+    def scratch_floats(self, partial: Partial) -> int:
+        """Words of one partial's scratch: a row, or one number, per warp and carried value."""
+        return CONSUMER_WARPS * len(partial.fold.initial) * self.scratch_width(partial)
+
+    def scratch_width(self, partial: Partial) -> int:
+        """Columns of one partial's scratch."""
         return int(self.tile_n * partial.width) if partial.kind == "row" else 1
 
     # ---------------------------------------------------------------- device

@@ -16,9 +16,9 @@ from fractions import Fraction
 import attrs
 
 from codalang.errors import CodaUnsupportedError
-from codalang.ir.epilogue import Epilogue, Output, Param, Reduce, Store
+from codalang.ir.epilogue import Epilogue, Output, Param, Reduce, State, Store
 
-DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
+DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i32": 4, "i64": 8, "bool": 1}
 
 # The relative widths that the register layout of two adjacent columns per thread can hold.
 RELATIVE_WIDTHS = (Fraction(1, 2), Fraction(1), Fraction(2))
@@ -70,6 +70,7 @@ class KernelSpec:
         output_dtypes: storage dtype of each store, in order; reductions write f32 partials.
         config: the GEMM's configuration; None for a hosted kernel.
         aligned: hosted kernels only: every row starts on a 16-byte boundary, so that vectors may be used.
+        merge: the kernel merges the partials of this element of `folds`, and does nothing else.
     """
 
     epilogue: Epilogue
@@ -78,6 +79,7 @@ class KernelSpec:
     output_dtypes: tuple[str, ...]
     config: Config | None
     aligned: bool = True
+    merge: int | None = None
 
     @property
     def inputs(self) -> tuple[tuple[Param, str], ...]:
@@ -108,9 +110,7 @@ def relative_width(epilogue: Epilogue, item: Param | Output) -> Fraction:
 
     Raises CodaUnsupportedError where the register layout has no place for it.
     """
-    width = item.type.width
-    if isinstance(item, Store | Reduce):
-        width = epilogue.domain_width(item)
+    width = item.type.width if isinstance(item, Param) else epilogue.domain_width(item)
     relative = (width or base_width(epilogue)) / base_width(epilogue)
     if relative not in RELATIVE_WIDTHS:
         raise CodaUnsupportedError(
@@ -120,3 +120,15 @@ def relative_width(epilogue: Epilogue, item: Param | Output) -> Fraction:
             hint="store the value at another width, or run this epilogue on the reference",
         )
     return relative
+
+
+def folds(epilogue: Epilogue) -> tuple[tuple[Reduce | State, ...], ...]:
+    """The reductions that a kernel makes, each with the outputs that it gives: results of one transform go together."""
+    groups: dict[object, list[Reduce | State]] = {}
+    for output in epilogue.outputs:
+        if isinstance(output, Reduce):
+            groups[output.name] = [output]
+        elif isinstance(output, State):
+            key = (output.definition, output.values, output.type.kind, output.type.width)
+            groups.setdefault(key, []).append(output)
+    return tuple(tuple(group) for group in groups.values())
