@@ -3,6 +3,7 @@
 derivative  what a derivation gives
 rules       the derivative of every op, a line each
 graph       the expressions rules are written in
+seeds       where cotangents begin: at stores, reductions and stateful transforms
 flow        the walk that applies the rules
 save        which forward values the backward loads
 epilogue    `derive`: epilogue -> derived epilogue

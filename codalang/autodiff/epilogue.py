@@ -1,9 +1,11 @@
 """The derivative of an epilogue, which is again an epilogue: the duality of `rules`, end to end.
 
-1. `flow`      cotangents go back from the outputs to the parameters, in one graph beside the forward's nodes
+1. `flow`      cotangents go back from the outputs to the parameters, in one graph beside the forward's nodes, from
+               where `seeds` has them begin
 2. here        a tile's cotangent is stored, a row's, col's or scalar's is summed over what it was broadcast over
 3. `save`      which forward values the backward loads; what lies between them and its outputs is recomputed
-4. here        the graph from those loads to the outputs is the backward; the forward gets the missing stores
+4. here        the graph from those loads to the outputs is the backward; the forward gets the missing stores, and the
+               missing results of stateful transforms
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ import attrs
 
 from codalang.autodiff.derivative import Decision, Derivative, Load
 from codalang.autodiff.flow import flow_back
-from codalang.autodiff.graph import Expr, Graph, is_tile
+from codalang.autodiff.graph import Expr, Graph, is_number, is_tile
 from codalang.autodiff.names import Names
-from codalang.autodiff.save import Kept, choose, savable, units
+from codalang.autodiff.save import Kept, choose, units
+from codalang.autodiff.seeds import EXACT, Result, Results, transform_of
 from codalang.errors import CodaCallError, CodaUnsupportedError
 from codalang.ir.build import canonical
-from codalang.ir.epilogue import Epilogue, Node, Output, Param, Reduce, Store
+from codalang.ir.epilogue import Epilogue, Node, Output, Param, Reduce, State, Store
 from codalang.ir.infer import infer
-from codalang.ir.types import WIDTHS, Kind
+from codalang.ir.types import WIDTHS, Dtype, Kind
 
 
 def derive(
@@ -47,27 +50,33 @@ def derive(
 
     Raises:
         CodaCallError: `wrt` or `cotangents` has a name that the epilogue has not.
-        CodaUnsupportedError: a cotangent arrives at a reduction without a rule, or `kept` is not enough.
+        CodaUnsupportedError: a cotangent arrives at a stateful transform without a `vjp`, or `kept` is not enough.
     """
     wanted = _checked(epilogue, "wrt", wrt, [p.name for p in epilogue.params])
     present = _checked(epilogue, "cotangents", cotangents, [o.name for o in epilogue.outputs])
     names = Names(epilogue)
     graph = Graph(epilogue.dims)
     indices = graph.add_epilogue(epilogue)
-    seeds = {o.name: graph.param(names.cotangents[o.name], o.type) for o in epilogue.outputs if o.name in present}
-    found = flow_back(graph, epilogue, indices, wanted, seeds, names)
+    floats = [o for o in epilogue.outputs if o.name in present and o.type.dtype is Dtype.F32]
+    seeds = {o.name: graph.param(names.cotangents[o.name], o.type) for o in floats}
+    results = Results(graph)
+    found = flow_back(graph, epilogue, indices, wanted, seeds, results, names)
     outputs, gradients = _outputs(graph, epilogue, names, wanted, found, share)
     primal = _primal(graph, seeds.values())
     needed = _needed(graph, primal, [o.value for o in outputs])
-    ways = _ways(graph, epilogue, indices, primal, hosted, kept)
-    loaded = _named(graph, names, _chosen(graph, epilogue, needed, ways, kept))
-    inputs = _inputs(graph, epilogue, names, loaded)
+    reduced = _reachable(graph, [r.node for r in results.asked.values()])
+    ways = _ways(graph, epilogue, indices, [p and not r for p, r in zip(primal, reduced, strict=True)], hosted, kept)
+    leaves = {r.node for r in results.asked.values()}
+    loaded = _named(graph, names, _chosen(graph, epilogue, needed, ways, kept, leaves))
+    finals = _finals(graph, epilogue, indices, names, results, _live(graph, outputs, loaded), kept)
+    inputs = _inputs(graph, epilogue, names, loaded, finals)
     backward = _backward(graph, epilogue, outputs, inputs)
     loads = {i.param.name: i.load for i in inputs}
+    forward = _forward(graph, epilogue, indices, loaded, finals)
     return Derivative(
-        forward=_forward(graph, epilogue, indices, loaded),
+        forward=forward,
         backward=backward,
-        saved=tuple(str(k.name) for k in loaded.values() if k.how == "saved"),
+        saved=tuple(o.name for o in forward.outputs[len(epilogue.outputs) :]),
         gradients=gradients,
         cotangents={loads[p.name].name: p.name for p in backward.params if loads[p.name].source == "cotangent"},
         loads={p.name: loads[p.name] for p in backward.params},
@@ -129,6 +138,26 @@ def _primal(graph: Graph, seeds: Collection[int]) -> list[bool]:
     return primal
 
 
+def _reachable(graph: Graph, leaves: Collection[int]) -> list[bool]:
+    """For each node: does it depend on one of these leaves?"""
+    reachable: list[bool] = []
+    for index, node in enumerate(graph.nodes):
+        reachable.append(index in leaves or any(reachable[a] for a in node.args))
+    return reachable
+
+
+def _live(graph: Graph, outputs: Sequence[Output], cut: Collection[int]) -> set[int]:
+    """The nodes that the outputs are computed from, where those of `cut` are loaded."""
+    live = {o.value for o in outputs}
+    pending = list(live)
+    while pending:
+        index = pending.pop()
+        new = set() if index in cut else set(graph.nodes[index].args) - live
+        live |= new
+        pending += new
+    return live
+
+
 def _needed(graph: Graph, primal: Sequence[bool], roots: Sequence[int]) -> list[int]:
     """The forward values that the cotangents' part of the graph reads, in order."""
     needed = {r for r in roots if primal[r]}
@@ -152,7 +181,7 @@ def _ways(
     hosted: bool,
     kept: Collection[Load] | None,
 ) -> dict[int, Kept]:
-    """The cheapest way to load each forward value that can be loaded."""
+    """The cheapest way to load each value that the forward can compute and keep (`primal`), where there is one."""
     stored: dict[int, list[Store]] = {}
     for store in epilogue.stores:
         stored.setdefault(indices[store.value], []).append(store)
@@ -160,13 +189,13 @@ def _ways(
     saving = {width: Kept("saved", None, units(width, None), units(width, None)) for width in WIDTHS}
     ways: dict[int, Kept] = {}
     for index, node in enumerate(graph.nodes):
-        if not (primal[index] and savable(node)):
+        if not (primal[index] and is_tile(node)):
             continue
         options = [Kept("output", s.name, units(s.type.width, s.dtype)) for s in stored.get(index, [])]
         if node.op == "param" and node.attr in loadable:
             param = loadable[node.attr]
             options.insert(0, Kept("param", param.name, units(param.type.width, param.dtype)))
-        elif node.type.width is not None:
+        elif is_number(node) and node.type.width is not None:
             options.append(saving[node.type.width])
         if kept is not None:
             options = [o for o in options if o.name is not None and Load(o.how, o.name) in kept]
@@ -181,23 +210,30 @@ def _chosen(
     needed: Sequence[int],
     ways: Mapping[int, Kept],
     kept: Collection[Load] | None,
+    leaves: Collection[int],
 ) -> dict[int, Kept]:
-    """What to load.  Raises CodaUnsupportedError where that cannot be had from what was kept."""
+    """What to load beside `leaves`.  Raises CodaUnsupportedError where that cannot be had from what was kept."""
     free: list[bool] = []
-    for node in graph.nodes:
-        if node.op == "param":
+    for index, node in enumerate(graph.nodes):
+        if index in leaves:
+            free.append(True)
+        elif node.op == "param":
             free.append(not is_tile(node) and (kept is None or Load("param", str(node.attr)) in kept))
         else:
             free.append(not is_tile(node) and all(free[a] for a in node.args))
     chosen = choose(graph.nodes, needed, ways, free)
     if chosen is None:
-        names = ", ".join(f"`{load.name}`" for load in kept or ()) or "nothing"
-        raise CodaUnsupportedError(
-            f"the backward of `{epilogue.name}` needs more of its forward than was kept, which is {names}",
-            epilogue.loc,
-            hint="derive the forward for these gradients, so that it keeps what they need",
-        )
+        raise _not_kept(epilogue, kept)
     return chosen
+
+
+def _not_kept(epilogue: Epilogue, kept: Collection[Load] | None) -> CodaUnsupportedError:
+    names = ", ".join(f"`{load.name}`" for load in kept or ()) or "nothing"
+    return CodaUnsupportedError(
+        f"the backward of `{epilogue.name}` needs more of its forward than was kept, which is {names}",
+        epilogue.loc,
+        hint="derive the forward for these gradients, so that it keeps what they need",
+    )
 
 
 def _named(graph: Graph, names: Names, kept: Mapping[int, Kept]) -> dict[int, Kept]:
@@ -208,6 +244,42 @@ def _named(graph: Graph, names: Names, kept: Mapping[int, Kept]) -> dict[int, Ke
         else k
         for index, k in kept.items()
     }
+
+
+@attrs.frozen
+class _Final:
+    """A finalized result that the backward loads: from an output of the forward, or from one that is added."""
+
+    result: Result
+    load: Load
+    dtype: str | None
+
+
+def _finals(
+    graph: Graph,
+    epilogue: Epilogue,
+    indices: Sequence[int],
+    names: Names,
+    results: Results,
+    live: Collection[int],
+    kept: Collection[Load] | None,
+) -> list[_Final]:
+    """Where the backward gets the results that it uses.  Raises CodaUnsupportedError for one that was not kept."""
+    finals: list[_Final] = []
+    for (transform, index), result in results.asked.items():
+        if result.node not in live:
+            continue
+        stored = [o for o in epilogue.states if (transform_of(o, indices), o.result) == (transform, index)]
+        stored = [o for o in stored if kept is None or Load("output", o.name) in kept]
+        exact = [o for o in stored if kept is not None or o.dtype in EXACT]
+        dtype = "i32" if result.type.dtype is Dtype.I32 else None
+        if exact:
+            finals.append(_Final(result, Load("output", exact[0].name), exact[0].dtype or dtype))
+        elif kept is None:
+            finals.append(_Final(result, Load("saved", names.fresh(result.wanted_name)), dtype))
+        else:
+            raise _not_kept(epilogue, kept)
+    return finals
 
 
 def _plan(
@@ -244,7 +316,9 @@ class _Input:
     load: Load
 
 
-def _inputs(graph: Graph, epilogue: Epilogue, names: Names, kept: Mapping[int, Kept]) -> list[_Input]:
+def _inputs(
+    graph: Graph, epilogue: Epilogue, names: Names, kept: Mapping[int, Kept], finals: Sequence[_Final]
+) -> list[_Input]:
     """Cotangents, forward outputs, saved values and forward parameters, each in the forward's order."""
 
     def leaf(name: str, param: Param | Output) -> int:
@@ -268,6 +342,11 @@ def _inputs(graph: Graph, epilogue: Epilogue, names: Names, kept: Mapping[int, K
         for index, way in kept.items()
         if way.how == "saved"
     ]
+    for final in finals:
+        group = outputs if final.load.source == "output" else saved
+        taken = final.load.source == "output" and epilogue.has_param(final.load.name)
+        name = names.fresh(final.load.name) if taken else final.load.name
+        group.append(_Input(final.result.node, Param(name, final.result.type, final.dtype), final.load))
     replaced = {i.node for i in outputs + saved}
     params = [_Input(leaf(p.name, p), p, Load("param", p.name)) for p in epilogue.params]
     return cotangents + outputs + saved + [i for i in params if i.node not in replaced]
@@ -307,17 +386,40 @@ def _constants_first(epilogue: Epilogue) -> tuple[Node, ...]:
     return tuple(nodes)
 
 
-def _forward(graph: Graph, epilogue: Epilogue, indices: Sequence[int], kept: Mapping[int, Kept]) -> Epilogue:
-    """The epilogue with a store of each saved value."""
+def _forward(
+    graph: Graph,
+    epilogue: Epilogue,
+    indices: Sequence[int],
+    kept: Mapping[int, Kept],
+    finals: Sequence[_Final],
+) -> Epilogue:
+    """The epilogue with a store of each saved value, and with the results of transforms that it lacks."""
     saved = {index: way for index, way in kept.items() if way.how == "saved"}
-    if not saved:
+    missing = [f for f in finals if f.load.source == "saved"]
+    if not saved and not missing:
         return epilogue
+    wanted = {*saved, *(value for final in missing for value in final.result.transform.values)}
+    nodes, place = _extended(graph, epilogue, indices, wanted)
+    outputs: list[Output] = [Store(str(way.name), place[i], graph.nodes[i].type) for i, way in saved.items()]
+    for final in missing:
+        transform = final.result.transform
+        values = tuple(place[v] for v in transform.values)
+        outputs.append(State(final.load.name, values, final.result.type, transform.definition, final.result.index))
+    return canonical(attrs.evolve(epilogue, nodes=nodes, outputs=epilogue.outputs + tuple(outputs)))
+
+
+def _extended(
+    graph: Graph, epilogue: Epilogue, indices: Sequence[int], wanted: Collection[int]
+) -> tuple[tuple[Node, ...], dict[int, int]]:
+    """The epilogue's nodes and those that make the wanted values of the graph, and the place of each in them.
+
+    A value that is kept may be one that only a derivative rule computes.
+    """
     nodes = list(epilogue.nodes)
     place: dict[int, int] = {}
     for own, index in enumerate(indices):
         place.setdefault(index, own)
-    # A saved value may be one that only a derivative rule computes.
-    missing = set(saved) - set(place)
+    missing = set(wanted) - set(place)
     pending = list(missing)
     while pending:
         new = set(graph.nodes[pending.pop()].args) - set(place) - missing
@@ -327,5 +429,4 @@ def _forward(graph: Graph, epilogue: Epilogue, indices: Sequence[int], kept: Map
         node = graph.nodes[index]
         place[index] = len(nodes)
         nodes.append(attrs.evolve(node, args=tuple(place[a] for a in node.args)))
-    stores = tuple(Store(str(way.name), place[index], graph.nodes[index].type) for index, way in saved.items())
-    return canonical(attrs.evolve(epilogue, nodes=tuple(nodes), outputs=epilogue.outputs + stores))
+    return tuple(nodes), place

@@ -22,6 +22,8 @@ from codalang.ir.epilogue import Epilogue, Node
 from codalang.ir.infer import infer
 from codalang.ir.types import SCALAR, Dtype, Kind, ValueType
 
+Attribute = str | float | int | None
+
 
 class Graph:
     """Nodes by index, operands before users, each distinct one once."""
@@ -55,14 +57,19 @@ class Graph:
         """A number."""
         return self.add(Node("const", (), SCALAR, float(value)))
 
-    def op(self, op: str, *args: int) -> int:
-        """The simplest node that equals an op of the table applied to `args`."""
-        simpler = _SIMPLIFY[op](self, *args) if op in _SIMPLIFY else None
-        return self.plain(op, *args) if simpler is None else simpler
+    def integer(self, value: int) -> int:
+        """An index."""
+        return self.add(Node("const", (), ValueType(Kind.SCALAR, None, Dtype.I32), value))
 
-    def plain(self, op: str, *args: int) -> int:
+    def op(self, op: str, *args: int, attr: Attribute = None) -> int:
+        """The simplest node that equals an op of the table, with its attribute, applied to `args`."""
+        counts = any(self.nodes[a].type.dtype is Dtype.I32 for a in args)
+        simpler = _SIMPLIFY[op](self, *args) if op in _SIMPLIFY and not counts else None
+        return self.plain(op, *args, attr=attr) if simpler is None else simpler
+
+    def plain(self, op: str, *args: int, attr: Attribute = None) -> int:
         """An op of the table applied to `args`, as it stands."""
-        return self.add(Node(op, args, infer(op, [self.nodes[a].type for a in args], self.dims)))
+        return self.add(Node(op, args, infer(op, [self.nodes[a].type for a in args], self.dims, attr=attr), attr))
 
     def hint(self, index: int, name: str) -> None:
         """Name a node that has no name yet."""
@@ -102,7 +109,8 @@ class Graph:
 
 # ---- simplifications: op -> the simpler node, or None ----------------------------------------------------------------
 #
-# Each looks one level deep and ends in a `plain` node: a forward may hold a chain of any length, and none is walked.
+# On floats only.  Each looks one level deep and ends in a `plain` node: a forward may hold a chain of any length, and
+# none is walked.
 
 
 def _add(graph: Graph, a: int, b: int) -> int | None:
@@ -216,6 +224,11 @@ class Expr:
         return self.graph.nodes[self.node].type
 
     @property
+    def attr(self) -> Attribute:
+        """The node's attribute."""
+        return self.graph.nodes[self.node].attr
+
+    @property
     def has_columns(self) -> bool:
         """True where the value differs from column to column."""
         return self.type.width is not None
@@ -248,7 +261,7 @@ class Expr:
         return apply("neg", self)
 
 
-Operand = Expr | float
+Operand = Expr | float | int  # a float is a number, an int an index
 
 
 def expr(graph: Graph, node: int) -> Expr:
@@ -256,12 +269,30 @@ def expr(graph: Graph, node: int) -> Expr:
     return Expr(graph, node, graph.nodes[node].type.width)
 
 
-def apply(op: str, *operands: Operand) -> Expr:
-    """An elementwise op on expressions and numbers, at least one of them an expression."""
+def apply(op: str, *operands: Operand, attr: Attribute = None) -> Expr:
+    """An op on expressions and numbers, at least one of them an expression."""
     graph = next(o.graph for o in operands if isinstance(o, Expr))
     width = next((o.width for o in operands if isinstance(o, Expr) and o.width is not None), None)
-    nodes = [o.node if isinstance(o, Expr) else graph.const(o) for o in operands]
-    return Expr(graph, graph.op(op, *nodes), width)
+    return Expr(graph, graph.op(op, *(_node(graph, o) for o in operands), attr=attr), width)
+
+
+def _node(graph: Graph, operand: Operand) -> int:
+    if isinstance(operand, Expr):
+        return operand.node
+    return graph.integer(operand) if isinstance(operand, int) else graph.const(operand)
+
+
+def column_index(graph: Graph, width: Fraction) -> Expr:
+    """The columns of a domain, counted from the left; those of half the width are counted by twos."""
+    index = Expr(graph, graph.op("col_index"), Fraction(1))
+    if width < 1:
+        return even(index)
+    return index if width == 1 else join(apply("mul", 2, index), apply("add", apply("mul", 2, index), 1))
+
+
+def row_index(graph: Graph, width: Fraction) -> Expr:
+    """The rows, counted from above, on a domain of any width."""
+    return Expr(graph, graph.op("row_index"), width)
 
 
 def even(x: Expr) -> Expr:
@@ -295,5 +326,5 @@ def is_tile(node: Node) -> bool:
 
 
 def is_number(node: Node) -> bool:
-    """True for a value that a tensor can hold (not a mask)."""
+    """True for a float, which can be saved and differentiated (not a mask or an index)."""
     return node.type.dtype is Dtype.F32

@@ -12,7 +12,8 @@ The other half of the duality is in `epilogue`:
 | tile load                          | tile store of its cotangent            |
 | tile store                         | tile load of its cotangent             |
 | row, col, scalar load (broadcast)  | sum over the broadcast axes            |
-| sum over axes                      | row, col, scalar load (broadcast)      |
+| row, col, scalar store, sum, max,  | `seeds`: row, col, scalar loads, which |
+| min over axes, stateful transform  | are broadcast to where they belong     |
 """
 
 from __future__ import annotations
@@ -76,6 +77,29 @@ def exp(x: Expr) -> Expr:
     return apply("exp", x)
 
 
+def power(x: Expr, exponent: float) -> Operand:
+    """x to a constant, where that is no simpler expression."""
+    if exponent == 0.0:
+        return 1.0
+    return x if exponent == 1.0 else apply("pow", x, attr=exponent)
+
+
+def slope(g: Expr, x: Expr, exponent: float) -> Expr | None:
+    """The cotangent of the base of a power."""
+    return None if exponent == 0.0 else exponent * (g * power(x, exponent - 1.0))
+
+
+def group_sum(g: Expr, group: int) -> Expr:
+    """The sum of every group of adjacent columns, in each of its columns."""
+    return apply("group_sum", g, attr=group) if g.has_columns else float(group) * g
+
+
+def shared(g: Expr, y: Expr, x: Expr, group: int) -> Expr:
+    """What of a group's maximum y goes to x: its share among the places that are at the maximum."""
+    at_most = eq(x, y)
+    return where(at_most, group_sum(g, group), 0.0) / group_sum(where(at_most, 1.0, 0.0), group)
+
+
 RULES: dict[str, Callable[..., Cotangents]] = {
     "add": lambda g, y, a, b: (g, g),
     "sub": lambda g, y, a, b: (g, -g),
@@ -104,6 +128,15 @@ RULES: dict[str, Callable[..., Cotangents]] = {
     "tanh": lambda g, y, x: (g * (1.0 - y * y),),
     "sigmoid": lambda g, y, x: (g * y * (1.0 - y),),
     "erf": lambda g, y, x: (2.0 / math.sqrt(math.pi) * (g * exp(-(x * x))),),
+    "sin": lambda g, y, x: (g * apply("cos", x),),
+    "cos": lambda g, y, x: (-(g * apply("sin", x)),),
+    "pow": lambda g, y, x: (slope(g, x, y.attr),),
+    "cast": lambda g, y, x: (g,),
+    "float": lambda g, y, i: (None,),
+    "row_index": lambda g, y: (),
+    "col_index": lambda g, y: (),
+    "group_sum": lambda g, y, x: (group_sum(g, y.attr),),
+    "group_max": lambda g, y, x: (shared(g, y, x, y.attr),),
     "stop_gradient": lambda g, y, x: (None,),
     "even": lambda g, y, x: (Halves(g, None),),
     "odd": lambda g, y, x: (Halves(None, g),),

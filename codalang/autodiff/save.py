@@ -26,12 +26,12 @@ from fractions import Fraction
 import attrs
 import networkx
 
-from codalang.autodiff.graph import is_number, is_tile
 from codalang.ir.epilogue import Node
 
 # A unit of traffic outweighs whatever memory can be kept; capacities are integers so that the flow is exact.
 _TRAFFIC = 1 << 40
 _SCALE = 4
+_BYTES: dict[str | None, int] = {"f32": 4, "i32": 4, "i64": 8, "bool": 1}
 
 
 @attrs.frozen
@@ -57,7 +57,7 @@ class Kept:
 
 def units(width: Fraction | None, dtype: str | None) -> Fraction:
     """Traffic of one load or store of an activation; an unknown dtype counts as two bytes."""
-    return (width or Fraction(1)) * (2 if dtype == "f32" else 1)
+    return (width or Fraction(1)) * Fraction(_BYTES.get(dtype, 2), 2)
 
 
 def choose(
@@ -112,8 +112,3 @@ def _network(
                     seen.add(arg)
                     pending.append(arg)
     return network
-
-
-def savable(node: Node) -> bool:
-    """True for what a forward can store for its backward: an activation-sized number."""
-    return is_tile(node) and is_number(node)

@@ -8,5 +8,8 @@ build      EpilogueBuilder, canonical order
 verify     checks any epilogue, however it was made
 simplify   folding, common subexpressions, dead code
 printer    IR -> valid .coda text
+states     StateDef, Function: stateful transforms
+builtin_states  those that every program knows
 reference  runs an epilogue with torch: whole, tile by tile, in f32, f64 or rounding mode
+bind, evaluate, fold  its parts: the call, what every op means, reductions
 """

@@ -7,8 +7,8 @@
 | argmax2           | x, i, j    | value, row, column | the same with two indices, the first of which counts first   |
 | welford           | x          | mean, var, count   | mean and population variance without cancellation            |
 
-A NaN is the maximum of whatever it meets, as in torch.  The derivative of `reduce m: col[M] = max(e)` goes to an index that
-`argmax` finds.  Welford's merge is that of Chan, Golub and LeVeque (1979).
+A NaN is the maximum of whatever it meets, as in torch.  The derivative of `reduce m: col[M] = max(e)` goes to an index
+that `argmax` finds.  Welford's merge is that of Chan, Golub and LeVeque (1979).
 """
 
 from __future__ import annotations
