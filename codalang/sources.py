@@ -19,8 +19,9 @@ from pathlib import Path
 
 from codalang.errors import CodaCallError, Source
 from codalang.parser import read_source
+from codalang.parser.library import SUFFIX, library_names, library_path
 
-SUFFIX = ".coda"
+__all__ = ["SUFFIX", "library_names", "resolve"]
 
 
 def resolve(program: str | os.PathLike[str] | Source) -> Source:
@@ -50,26 +51,11 @@ def resolve(program: str | os.PathLike[str] | Source) -> Source:
     )
 
 
-def library_names() -> tuple[str, ...]:
-    """The names of the standard library, sorted."""
-    folder = _library_folder()
-    return tuple(sorted(p.stem for p in folder.glob(f"*{SUFFIX}"))) if folder else ()
-
-
-def _library_folder() -> Path | None:
-    """`stdlib/`, inside the package where it is installed, beside it in a checkout."""
-    package = Path(__file__).resolve().parent
-    for folder in (package / "stdlib", package.parent / "stdlib"):
-        if folder.is_dir():
-            return folder
-    return None
-
-
 def _from_library(name: str) -> Source:
+    path = library_path(name)
+    if path is not None:
+        return read_source(path)
     names = library_names()
-    folder = _library_folder()
-    if name in names and folder is not None:
-        return read_source(folder / f"{name}{SUFFIX}")
     near = difflib.get_close_matches(name, names, n=1)
     raise CodaCallError(
         f"the standard library has no `{name}`; it has {', '.join(names) or 'nothing'}",

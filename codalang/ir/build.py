@@ -17,8 +17,9 @@ from collections.abc import Sequence
 import attrs
 
 from codalang.errors import CodaNameError, CodaTypeError, Loc
-from codalang.ir.epilogue import Epilogue, Node, Output, Param, Reduce, State, Store, with_values
+from codalang.ir.epilogue import Epilogue, Keep, Node, Output, Param, Reduce, State, Store, with_values
 from codalang.ir.infer import infer
+from codalang.ir.names import DISCARD
 from codalang.ir.ops import REDUCTIONS
 from codalang.ir.states import Function, Named, StateDef
 from codalang.ir.types import SCALAR, Dtype, Kind, ValueType
@@ -38,6 +39,7 @@ class EpilogueBuilder:
         self.params: list[Param] = []
         self.nodes: list[Node] = []
         self.outputs: list[Output] = []
+        self.keeps: dict[int, Keep] = {}
         self._leaves: dict[tuple[object, ...], int] = {}
 
     def param(self, name: str, type: ValueType, dtype: str | None = None, loc: Loc | None = None) -> int:
@@ -127,7 +129,10 @@ class EpilogueBuilder:
         dtype: str | None = None,
         loc: Loc | None = None,
     ) -> None:
-        """Declare the first len(names) results of a stateful transform.  Raises CodaTypeError where it does not fit."""
+        """Declare the first len(names) results of a stateful transform, `_` for one that is not wanted.
+
+        Raises CodaTypeError where values and results do not fit.
+        """
         if type.kind is Kind.TILE:
             raise CodaTypeError(f"`state {names[0]}` must be a col, row or scalar, got {type.show(self.dims)}", loc)
         if len(values) != len(definition.inputs):
@@ -146,14 +151,24 @@ class EpilogueBuilder:
                     loc,
                 )
         for index, name in enumerate(names):
+            if name == DISCARD:
+                continue
             result = attrs.evolve(type, dtype=definition.results[index][1])
             self._output(State(name, tuple(values), result, definition, index, dtype, loc))
 
+    def keep(self, value: int, how: str, loc: Loc | None = None) -> None:
+        """Say that the backward is to `save` or to `recompute` a value.  Raises CodaTypeError where it cannot."""
+        if self.nodes[value].op == "const":
+            raise CodaTypeError(f"there is nothing to {how}: this is a constant", loc)
+        other = self.keeps.setdefault(value, Keep(value, how, loc))
+        if other.how != how:
+            notes = ((other.loc, f"`{other.how}` is here"),) if other.loc else ()
+            raise CodaTypeError(f"a value cannot be both saved and recomputed, got `{how}`", loc, notes=notes)
+
     def finish(self) -> Epilogue:
         """The finished epilogue in canonical order, dead nodes dropped."""
-        return canonical(
-            Epilogue(self.name, self.dims, tuple(self.params), tuple(self.nodes), tuple(self.outputs), self.loc)
-        )
+        parts = (tuple(p) for p in (self.params, self.nodes, self.outputs))
+        return canonical(Epilogue(self.name, self.dims, *parts, self.loc, tuple(self.keeps.values())))
 
     def _leaf(self, node: Node) -> int:
         # repr separates 0.0 from -0.0 and makes nan equal itself
@@ -187,7 +202,9 @@ def canonical(epilogue: Epilogue) -> Epilogue:
         attrs.evolve(epilogue.nodes[old], args=tuple(new_index[a] for a in epilogue.nodes[old].args)) for old in order
     )
     outputs = tuple(with_values(o, tuple(new_index[v] for v in o.values)) for o in epilogue.outputs)
-    return attrs.evolve(epilogue, nodes=nodes, outputs=outputs)
+    live = [attrs.evolve(k, value=new_index[k.value]) for k in epilogue.keeps if k.value in new_index]
+    keeps = tuple(sorted(live, key=lambda k: k.value))
+    return attrs.evolve(epilogue, nodes=nodes, outputs=outputs, keeps=keeps)
 
 
 def postorder(nodes: Sequence[Node], roots: Sequence[int]) -> list[int]:

@@ -1,6 +1,6 @@
 """The IR: an epilogue as a graph of typed, immutable nodes.
 
-    Epilogue = name, dims, params, nodes, outputs
+    Epilogue = name, dims, params, nodes, outputs, keeps
     Node     = op(args...) : type           -- SSA: a node's index in `nodes` is its name
     Output   = Store(name, value) | Reduce(name, value, how) | State(name, values, definition, result)
 
@@ -124,6 +124,18 @@ class State:
 Output = Store | Reduce | State
 
 
+@attrs.frozen
+class Keep:
+    """The author's word on a forward value that the backward may need: `how` is save or recompute.
+
+    It binds where the value is needed, and asks for nothing where it is not.
+    """
+
+    value: int
+    how: str
+    loc: Loc | None = attrs.field(default=None, eq=False, repr=False)
+
+
 def with_values(output: Output, values: tuple[int, ...]) -> Output:
     """The same output of other nodes."""
     return attrs.evolve(output, values=values) if isinstance(output, State) else attrs.evolve(output, value=values[0])
@@ -139,6 +151,7 @@ class Epilogue:
     nodes: tuple[Node, ...]
     outputs: tuple[Output, ...]
     loc: Loc | None = attrs.field(default=None, eq=False, repr=False)
+    keeps: tuple[Keep, ...] = ()  # in the order of their nodes, each node once
 
     @property
     def accumulator(self) -> Param | None:

@@ -1,4 +1,4 @@
-"""What one source file defines: its epilogues by name, `fn`s already inlined."""
+"""What one source file defines and imports: its epilogues and states by name, `fn`s already inlined."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import attrs
 
 from codalang.errors import Source
 from codalang.ir.epilogue import Epilogue
+from codalang.ir.states import StateDef
 
 
 @attrs.frozen
 class Module:
-    """The epilogues of a source file, in textual order."""
+    """The epilogues and states of a source file, in textual order after those that it imports."""
 
     source: Source
     epilogues: dict[str, Epilogue]
+    states: dict[str, StateDef] = attrs.field(factory=dict)

@@ -3,8 +3,9 @@
     source     files and bytes to text
     reader     text to syntax tree: grammar.lark, newlines (which line breaks count), complaints (errors for people)
     syntax     the syntax tree
-    names      what names mean
-    elaborate  syntax tree to IR: shapes, types, inlining
+    files      imports: which definitions a file sees; library says where the standard library lies
+    names      what names mean; clauses, what a state is made of; recursion
+    elaborate  syntax tree to IR: shapes and outputs; evaluate: expressions, inlining; states: state definitions
     format     text to canonical text, comments kept
 
 Whatever the text is, the only exceptions are those of `codalang.errors`.
@@ -12,28 +13,100 @@ Whatever the text is, the only exceptions are those of `codalang.errors`.
 
 from __future__ import annotations
 
-from codalang.errors import Source
+import attrs
+
+from codalang.errors import CodaNameError, Source
+from codalang.ir.builtin_states import BUILTIN_STATES
+from codalang.ir.epilogue import Epilogue
 from codalang.ir.module import Module
+from codalang.ir.states import StateDef
 from codalang.parser import syntax
+from codalang.parser.complaints import shorten
 from codalang.parser.elaborate import elaborate
+from codalang.parser.files import File, load
 from codalang.parser.format import format_source
 from codalang.parser.names import check_names
-from codalang.parser.reader import read
 from codalang.parser.source import decode, normalize, read_source
+from codalang.parser.states import define_state
+from codalang.parser.syntax import Word
 
 __all__ = ["decode", "format_source", "parse", "read_source"]
 
 
 def parse(source: Source | str) -> Module:
-    """The epilogues of a source file, or of text, which is then named `<string>`.
+    """The epilogues and states of a source file, or of text, which is then named `<string>`, after imported ones.
 
-    The module's source has its line ends normalized to \\n.  Raises CodaError: CodaSyntaxError, CodaNameError,
-    CodaTypeError, CodaLocalityError or CodaUnsupportedError, at the first fault.
+    Imports are relative to the folder that the source's name is in.  The module's source has its line ends normalized
+    to \\n.  Raises CodaError: CodaSyntaxError, CodaNameError, CodaTypeError, CodaLocalityError or CodaUnsupportedError,
+    at the first fault.
     """
     source = normalize(source)
-    definitions = read(source)
-    check_names(definitions, source)
-    lines = source.text.split("\n")
-    functions = {d.name.text: d for d in definitions if isinstance(d, syntax.Function)}
-    epilogues = [elaborate(d, functions, source, lines) for d in definitions if isinstance(d, syntax.Epilogue)]
-    return Module(source, {e.name: e for e in epilogues})
+    files = load(source)
+    for file in files:
+        check_names(file)
+    states = _States()
+    made = {file: _made(file, states) for file in files}
+    return _module(files[-1], made)
+
+
+class _States:
+    """State definitions, each elaborated once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, StateDef] = {}
+
+    def find(self, file: File, name: Word) -> StateDef:
+        """The state that a checked name means in a file."""
+        found = file.find(name, syntax.State)
+        if found is None:
+            return BUILTIN_STATES[name.text]
+        assert isinstance(found.definition, syntax.State)
+        return self.of(found.definition, found.file)
+
+    def of(self, definition: syntax.State, file: File) -> StateDef:
+        """The IR of a definition."""
+        if id(definition) not in self._known:
+            self._known[id(definition)] = define_state(definition, file)
+        return self._known[id(definition)]
+
+
+@attrs.frozen
+class _Made:
+    """What a file itself defines."""
+
+    states: dict[str, StateDef]
+    epilogues: dict[str, Epilogue]
+
+
+def _made(file: File, states: _States) -> _Made:
+    made = _Made({}, {})
+    for definition in file.definitions:
+        name = definition.name.text
+        if isinstance(definition, syntax.State):
+            made.states[name] = states.of(definition, file)
+        elif isinstance(definition, syntax.Epilogue):
+            made.epilogues[name] = elaborate(definition, file, states.find)
+    return made
+
+
+def _module(file: File, made: dict[File, _Made]) -> Module:
+    """What a file imports, then what it defines.  Of two imported epilogues of one name only one can be called."""
+    own = made[file]
+    origin: dict[str, syntax.Import] = {}
+    epilogues: dict[str, Epilogue] = {}
+    states: dict[str, StateDef] = {}
+    for item, imported in file.imports:
+        for name, epilogue in made[imported].epilogues.items():
+            if name in own.epilogues:
+                continue
+            if name in origin:
+                raise CodaNameError(
+                    f"two imported files define an epilogue `{shorten(name)}`",
+                    file.locate(item.span),
+                    notes=((file.locate(origin[name].span), "it is imported here, too"),),
+                    hint="import one of them",
+                )
+            origin[name] = item
+            epilogues[name] = epilogue
+        states |= made[imported].states
+    return Module(file.source, epilogues | own.epilogues, states | own.states)

@@ -7,7 +7,8 @@ what was expected and what came.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import difflib
+from collections.abc import Callable, Collection, Iterable
 
 import attrs
 from lark import Token, UnexpectedCharacters, UnexpectedInput, UnexpectedToken
@@ -17,18 +18,14 @@ from codalang.ir.names import KEYWORDS
 from codalang.parser.newlines import NEWLINE, OPERATORS
 
 END = "$END"
-_SUPPORTED = "a file has `fn` and `epilogue` definitions; an epilogue has `let`, `store` and `reduce`"
-_DEFINITION = {"FN", "EPILOGUE"}
-_STATEMENT = {"LET", "STORE", "REDUCE", "RETURN"}
+_DEFINITION = {"FN", "STATE", "EPILOGUE", "IMPORT"}
+_STATEMENT = {"LET", "STORE", "REDUCE", "STATE", "SAVE", "RECOMPUTE", "RETURN"}
 _PARTNER = {"LPAR": "RPAR", "LSQB": "RSQB", "LBRACE": "RBRACE"}
 _OPERAND = {"NAME", "NUMBER", "LPAR", "MINUS", "NOT", "TRUE", "FALSE", "INF", "NAN"}
 
 _FUTURE = {
-    "program": "call the epilogues one by one from Python; " + _SUPPORTED,
-    "import": "copy the `fn`s that you need into this file; " + _SUPPORTED,
-    "state": "of the reductions there is `reduce s: col[M] = sum(...)`; " + _SUPPORTED,
-    "save": "what the backward needs is saved without being asked",
-    "recompute": "what the backward needs is saved without being asked",
+    "program": "call the epilogues one by one from Python; "
+    "a file has `import`s and definitions of `fn`, `state` and `epilogue`",
 }
 
 _FOREIGN_WORDS = {
@@ -44,7 +41,7 @@ _FOREIGN_WORDS = {
 _FOREIGN_CHARACTERS = {
     ";": "a statement ends with its line",
     "%": "there is no remainder operator",
-    "^": "there is no power operator: write `x * x`",
+    "^": "there is no power operator: write `pow(x, 2)`",
     "@": "the matmul is not written: the first parameter is its result",
     "!": "write `not`",
     "&": "write `and`",
@@ -52,7 +49,7 @@ _FOREIGN_CHARACTERS = {
     "?": "`where(condition, a, b)` chooses between two values",
     ".": "a value has no attributes",
     "'": "there are no strings",
-    '"': "there are no strings",
+    '"': "the quote is not closed; only `import` takes a string",
     "\u2212": "write `-`",
     "\u2013": "write `-`",
     "\u00d7": "write `*`",
@@ -67,6 +64,7 @@ _FOREIGN_CHARACTERS = {
 _SPELLED = {
     "NAME": "a name",
     "NUMBER": "a number",
+    "STRING": 'a path in quotes, `"other.coda"`',
     NEWLINE: "the end of the line",
     END: "the end of the file",
     "LPAR": "`(`",
@@ -99,6 +97,14 @@ def complaint(error: UnexpectedInput, source: Source) -> CodaError:
 def shorten(text: str, limit: int = 40) -> str:
     """`text`, its middle left out where it is too long for a message."""
     return text if len(text) <= limit else f"{text[: limit - 10]}...{text[-7:]}"
+
+
+def suggestion(name: str, known: Iterable[str]) -> str | None:
+    """`did you mean ...` for a name that nearly is one of the known ones."""
+    if len(name) > 60:
+        return None
+    close = difflib.get_close_matches(name, [k for k in known if len(k) <= 60], n=1, cutoff=0.6)
+    return f"did you mean `{close[0]}`?" if close else None
 
 
 @attrs.frozen
@@ -204,7 +210,7 @@ def _describe(accepts: Collection[str]) -> str:
     parts: list[str] = []
     for group, spelled, also in (
         ({"NAME", "NUMBER", "LPAR"}, "an expression", _OPERAND),
-        (_DEFINITION, "`fn` or `epilogue`", {END, NEWLINE}),
+        (_DEFINITION, "`import`, `fn`, `state` or `epilogue`", {END, NEWLINE}),
         (_STATEMENT, "a statement", set()),
         ({"PLUS", "MINUS"}, "an operator", OPERATORS | {"LPAR"}),
     ):
@@ -269,7 +275,7 @@ _RULES: tuple[tuple[Callable[[_Situation], bool], Callable[[_Situation], CodaErr
         _syntax_error("expected `:` and a shape, got `{token}`", "each parameter has a shape: `acc: tile[M, N]`"),
     ),
     (
-        lambda s: _at_definition(s) and s.token.type in _STATEMENT,
+        lambda s: _at_definition(s) and s.token.type in _STATEMENT - _DEFINITION,
         _syntax_error("`{token}` stands inside an epilogue's { }"),
     ),
     (
@@ -295,7 +301,7 @@ _RULES: tuple[tuple[Callable[[_Situation], bool], Callable[[_Situation], CodaErr
     (lambda s: _wants_operand(s) and s.token.type == "PLUS", _syntax_error("there is no sign `+`", "leave it out")),
     (
         lambda s: _wants_operand(s) and s.token.type == "STAR" and s.after == "STAR",
-        _syntax_error("there is no power operator", "write `x * x`"),
+        _syntax_error("there is no power operator", "write `pow(x, 2)`"),
     ),
     (
         lambda s: s.token.type == "_COLON" and s.accepts == {"EQUAL"},

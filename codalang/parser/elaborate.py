@@ -1,31 +1,20 @@
-"""Syntax tree -> IR: shapes become types, expressions become nodes, `fn`s are inlined.
-
-An `fn` is inlined by binding: its parameters name the nodes of the arguments and its body is evaluated once per
-distinct list of arguments, so a chain of functions costs what its results cost.  Names inside cannot meet names
-outside.  A node made inside an `fn` has the location of the call in the epilogue, which is the user's expression.
-
-Evaluation keeps a stack of its own, so neither nesting nor chains of functions are limited by Python's.
-Names must have been checked (names.py).
-"""
+"""Syntax tree -> IR: shapes become types, statements become outputs.  Expressions are evaluated in evaluate.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 
-import attrs
-
-from codalang.errors import CodaError, CodaTypeError, CodaUnsupportedError, Loc, Source
+from codalang.errors import CodaTypeError, Loc
 from codalang.ir.build import EpilogueBuilder
 from codalang.ir.epilogue import Epilogue
-from codalang.ir.names import DISCARD, default_dims
-from codalang.ir.types import STORAGE_DTYPES, WIDTHS, Kind, ValueType
+from codalang.ir.names import default_dims
+from codalang.ir.states import StateDef
+from codalang.ir.types import INTEGER_DTYPES, PARAM_DTYPES, STORAGE_DTYPES, WIDTHS, Dtype, Kind, ValueType, register_dtype
 from codalang.parser import syntax
-from codalang.parser.complaints import shorten
-from codalang.parser.names import locate, suggestion
+from codalang.parser.complaints import shorten, suggestion
+from codalang.parser.evaluate import Evaluator
+from codalang.parser.files import File
 from codalang.parser.syntax import Span, Word
-
-# Steps taken inside `fn`s, per epilogue.  f(x) = g(g(x)), g(x) = h(h(x)), ... doubles with every line.
-INLINING_LIMIT = 250_000
 
 _DTYPE_NAMES = {
     "float32": "f32",
@@ -35,90 +24,47 @@ _DTYPE_NAMES = {
     "float16": "f16",
     "fp16": "f16",
     "half": "f16",
+    "int": "i32",
+    "int32": "i32",
+    "long": "i64",
+    "int64": "i64",
+    "mask": "bool",
+    "boolean": "bool",
 }
 _EXAMPLES = {Kind.SCALAR: "scalar", Kind.ROW: "row[{1}]", Kind.COL: "col[{0}]", Kind.TILE: "tile[{0}, {1}]"}
+_KEYWORDS = {syntax.Store: "store", syntax.Reduce: "reduce", syntax.Fold: "state"}
 
 
-def elaborate(
-    definition: syntax.Epilogue, functions: Mapping[str, syntax.Function], source: Source, lines: list[str]
-) -> Epilogue:
-    """The IR of one epilogue.  Raises CodaTypeError where shapes, dimensions or types do not fit."""
-    return _Elaborator(definition, functions, source, lines).run()
+def elaborate(definition: syntax.Epilogue, file: File, state: Callable[[File, Word], StateDef]) -> Epilogue:
+    """The IR of one epilogue; `state` gives the definition that a name means in a file.
 
-
-@attrs.define
-class _Frame:
-    """The values that names mean in an epilogue, or in one call of an `fn`."""
-
-    values: dict[str, int]
-    call: syntax.Call | None = None  # the call that this frame is of
-    caller: _Frame | None = None
-    site: Loc | None = None  # the call in the epilogue that led here
-
-
-@attrs.frozen
-class _Apply:
-    """The operands are evaluated: apply the op."""
-
-    expression: syntax.Apply | syntax.Call
-
-
-@attrs.frozen
-class _Enter:
-    """The arguments are evaluated: evaluate the `fn`'s body."""
-
-    call: syntax.Call
-
-
-@attrs.frozen
-class _Bind:
-    """A `let` of an `fn` is evaluated: name its value."""
-
-    statement: syntax.Let | syntax.LetPair
-
-
-@attrs.frozen
-class _Leave:
-    """An `fn`'s result is evaluated: remember it."""
-
-    key: tuple[str, tuple[int, ...]]
-
-
-_Task = syntax.Expression | _Apply | _Enter | _Bind | _Leave
+    Raises CodaTypeError where shapes, dimensions or types do not fit.
+    """
+    return _Elaborator(definition, file, state).run()
 
 
 class _Elaborator:
-    def __init__(
-        self,
-        definition: syntax.Epilogue,
-        functions: Mapping[str, syntax.Function],
-        source: Source,
-        lines: list[str],
-    ) -> None:
+    def __init__(self, definition: syntax.Epilogue, file: File, state: Callable[[File, Word], StateDef]) -> None:
         self.definition = definition
-        self.functions = functions
-        self.source = source
-        self.lines = lines
+        self.file = file
+        self.state = state
         self.builder = EpilogueBuilder(definition.name.text, self._dims(), self._loc(definition.name.span))
-        self.frame = _Frame({})
-        self.called: dict[tuple[str, tuple[int, ...]], int] = {}
-        self.steps = 0
-        # Names given inside `fn`s count only where the epilogue itself gives none.
-        self.hints: list[tuple[int, str]] = []
+        self.evaluator = Evaluator(self.builder, file)
+        self.stored: dict[str, int] = {}
 
     def run(self) -> Epilogue:
         for param in self.definition.params:
-            type_, dtype = self._type(param.shape), self._dtype(param.dtype)
+            dtype = self._dtype(param.dtype, PARAM_DTYPES)
+            type_ = self._type(param.shape, register_dtype(dtype))
             loc = self._loc(param.name.span.to((param.dtype or param.shape).span))
-            self.frame.values[param.name.text] = self.builder.param(param.name.text, type_, dtype, loc)
+            self.evaluator.bind(param.name.text, self.builder.param(param.name.text, type_, dtype, loc))
         for statement in self.definition.statements:
             self._statement(statement)
-        for value, name in self.hints:
-            self.builder.hint(value, name)
+        self.evaluator.finish()
         return self.builder.finish()
 
     def _loc(self, span: Span) -> Loc:
-        return locate(self.source, self.lines, span)
+        return self.file.locate(span)
 
     # Shapes and dimensions
 
@@ -145,7 +91,7 @@ class _Elaborator:
     def _shapes(self) -> Iterable[syntax.Shape]:
         yield from (p.shape for p in self.definition.params)
         for statement in self.definition.statements:
-            if isinstance(statement, syntax.Store | syntax.Reduce) and statement.shape is not None:
+            if isinstance(statement, syntax.Store | syntax.Reduce | syntax.Fold) and statement.shape is not None:
                 yield statement.shape
 
     def _kind(self, shape: syntax.Shape) -> Kind:
@@ -199,165 +145,113 @@ class _Elaborator:
             )
         return known or Word(extent.symbol, extent.span)
 
-    def _type(self, shape: syntax.Shape) -> ValueType:
+    def _type(self, shape: syntax.Shape, dtype: Dtype = Dtype.F32) -> ValueType:
         kind = self._kind(shape)
-        return ValueType(kind, shape.extents[-1].width if kind.has_columns else None)
+        return ValueType(kind, shape.extents[-1].width if kind.has_columns else None, dtype)
 
-    def _dtype(self, word: Word | None) -> str | None:
-        if word is None or word.text in STORAGE_DTYPES:
+    def _dtype(self, word: Word | None, known: tuple[str, ...] = STORAGE_DTYPES) -> str | None:
+        if word is None or word.text in known:
             return word.text if word else None
-        near = _DTYPE_NAMES.get(word.text)
+        near = _DTYPE_NAMES.get(word.text, word.text)
+        if near in PARAM_DTYPES and near not in known:
+            raise CodaTypeError(
+                f"this cannot be stored as `{shorten(word.text)}`",
+                self._loc(word.span),
+                hint=f"there are {', '.join(known)}",
+            )
         raise CodaTypeError(
             f"unknown dtype `{shorten(word.text)}`",
             self._loc(word.span),
-            hint=f"did you mean `{near}`?" if near else f"there are {', '.join(STORAGE_DTYPES)}",
+            hint=f"did you mean `{near}`?" if near in known else f"there are {', '.join(known)}",
         )
 
     # Statements
 
     def _statement(self, statement: syntax.Statement) -> None:
-        if isinstance(statement, syntax.Let):
-            self._let(statement.name, self._value(statement.value))
-        elif isinstance(statement, syntax.LetPair):
-            self._let_pair(statement, self._value(_operand(statement.value)))
+        if isinstance(statement, syntax.Let | syntax.LetTuple):
+            self.evaluator.let(statement)
+        elif isinstance(statement, syntax.Keep):
+            self._keep(statement)
+        elif isinstance(statement, syntax.Fold):
+            self._fold(statement)
         elif isinstance(statement, syntax.Store):
-            value = statement.value or syntax.Name(statement.name.text, statement.name.span)
-            self._output(statement, self._value(value), value.span)
+            self._store(statement)
         elif isinstance(statement, syntax.Reduce):
-            value = _operand(statement.value)
-            self._output(statement, self._value(value), value.span)
+            self._reduce(statement)
 
-    def _let(self, name: Word, value: int) -> None:
-        self.frame.values[name.text] = value
-        if self.frame.caller is None:
-            self.builder.hint(value, name.text)
-        else:
-            self.hints.append((value, name.text))
+    def _declared(self, name: Word, shape: syntax.Shape | None, keyword: str, example: str) -> ValueType:
+        if shape is not None:
+            return self._type(shape)
+        raise CodaTypeError(
+            f"`{keyword} {shorten(name.text)}` does not declare its shape",
+            self._loc(name.span),
+            hint=f"write `{keyword} {shorten(name.text)}: {example} = ...`",
+        )
 
-    def _let_pair(self, statement: syntax.LetPair, value: int) -> None:
-        for op, name in zip(("even", "odd"), statement.names, strict=True):
-            half = self._op(op, (value,), statement.value.span)
-            if name.text != DISCARD:
-                self._let(name, half)
+    def _store(self, statement: syntax.Store) -> None:
+        (expression,) = syntax.expressions(statement)
+        value = self.evaluator.node(expression)
+        type_ = self._declared(statement.name, statement.shape, "store", self._show(value))
+        dtype, loc = self._dtype(statement.dtype), self._where(statement)
+        name = statement.name.text
+        self._fitting([(value, expression.span)], lambda: self.builder.store(name, value, type_, dtype, loc))
+        self.stored[name] = value
 
-    def _output(self, statement: syntax.Store | syntax.Reduce, value: int, span: Span) -> None:
-        name, shape = statement.name, statement.shape
-        if shape is None:
-            keyword = "store" if isinstance(statement, syntax.Store) else "reduce"
-            have = self.builder.nodes[value].type.show(self.builder.dims)
+    def _reduce(self, statement: syntax.Reduce) -> None:
+        call = statement.value
+        assert isinstance(call, syntax.Call)
+        value = self.evaluator.node(call.operands[0])
+        type_ = self._declared(statement.name, statement.shape, "reduce", "col[M]")
+        dtype, loc = self._dtype(statement.dtype), self._where(statement)
+        name, how = statement.name.text, call.function.text
+        spans = [(value, call.operands[0].span)]
+        self._fitting(spans, lambda: self.builder.reduce(name, value, type_, how, dtype, loc))
+
+    def _fold(self, statement: syntax.Fold) -> None:
+        call = statement.value
+        assert isinstance(call, syntax.Call)
+        definition = self.state(self.file, call.function)
+        values = [
+            self.evaluator.node(operand, dtype)
+            for operand, (_, dtype) in zip(call.operands, definition.inputs, strict=True)
+        ]
+        type_ = self._declared(statement.names[0], statement.shape, "state", "col[M]")
+        names = [n.text for n in statement.names]
+        dtype = self._result_dtype(statement.dtype, definition, len(names))
+        loc = self._where(statement)
+        spans = [(v, operand.span) for v, operand in zip(values, call.operands, strict=True)]
+        self._fitting(spans, lambda: self.builder.state(names, values, type_, definition, dtype, loc))
+
+    def _result_dtype(self, word: Word | None, definition: StateDef, count: int) -> str | None:
+        """An annotation that suits every result that is named."""
+        dtypes = {dtype for _, dtype in definition.results[:count]}
+        if word is not None and len(dtypes) > 1:
             raise CodaTypeError(
-                f"`{keyword} {shorten(name.text)}` does not declare its shape",
-                self._loc(name.span),
-                hint=f"write `{keyword} {shorten(name.text)}: {have if keyword == 'store' else 'col[M]'} = ...`",
+                f"`{shorten(word.text)}` cannot be the dtype of all results of `{shorten(definition.name)}`",
+                self._loc(word.span),
+                hint="leave it out: numbers are stored as f32, indices as i32",
             )
-        type_, dtype = self._type(shape), self._dtype(statement.dtype)
-        loc = self._loc(name.span.to((statement.dtype or shape).span))
+        return self._dtype(word, INTEGER_DTYPES if Dtype.I32 in dtypes else STORAGE_DTYPES)
+
+    def _keep(self, statement: syntax.Keep) -> None:
+        for name in statement.names:
+            value = self.evaluator.node(syntax.Name(name.text, name.span)) if self.evaluator.has(name.text) else None
+            node = value if value is not None else self.stored[name.text]
+            self.builder.keep(node, statement.how, self._loc(name.span))
+
+    def _where(self, statement: syntax.Store | syntax.Reduce | syntax.Fold) -> Loc:
+        """From a declared name to the end of its declaration."""
+        assert statement.shape is not None
+        first = statement.names[0] if isinstance(statement, syntax.Fold) else statement.name
+        return self._loc(first.span.to((statement.dtype or statement.shape).span))
+
+    def _show(self, value: int) -> str:
+        return self.builder.nodes[value].type.show(self.builder.dims)
+
+    def _fitting(self, values: list[tuple[int, Span]], declare: Callable[[], None]) -> None:
+        """Declare an output; an error about it also points at its values."""
         try:
-            if isinstance(statement, syntax.Store):
-                self.builder.store(name.text, value, type_, dtype, loc)
-            else:
-                assert isinstance(statement.value, syntax.Call)
-                self.builder.reduce(name.text, value, type_, statement.value.function.text, dtype, loc)
+            declare()
         except CodaTypeError as error:
-            have = self.builder.nodes[value].type.show(self.builder.dims)
-            note = ((self._loc(span), f"this is {have}"),)
-            raise CodaTypeError(error.message, error.loc, notes=note, hint=error.hint) from None
-
-    # Expressions
-
-    def _value(self, root: syntax.Expression) -> int:
-        """The node of an expression."""
-        tasks: list[tuple[_Task, _Frame]] = [(root, self.frame)]
-        results: list[int] = []
-        outer = self.frame
-        while tasks:
-            task, self.frame = tasks.pop()
-            if self.frame.caller is not None:
-                self._count_step()
-            if isinstance(task, syntax.Name):
-                results.append(self.frame.values[task.text])
-            elif isinstance(task, syntax.Literal):
-                results.append(self.builder.const(task.value, self._here(task.span)))
-            elif isinstance(task, syntax.Apply | syntax.Call):
-                then = (
-                    _Enter(task)
-                    if isinstance(task, syntax.Call) and task.function.text in self.functions
-                    else _Apply(task)
-                )
-                tasks.append((then, self.frame))
-                tasks.extend((operand, self.frame) for operand in reversed(task.operands))
-            elif isinstance(task, _Apply):
-                e = task.expression
-                op = e.op if isinstance(e, syntax.Apply) else e.function.text
-                results.append(self._op(op, _take(results, len(e.operands)), e.span))
-            elif isinstance(task, _Enter):
-                arguments = _take(results, len(task.call.operands))
-                key = (task.call.function.text, arguments)
-                if key in self.called:
-                    results.append(self.called[key])
-                else:
-                    tasks.extend(self._enter(task.call, arguments))
-            elif isinstance(task, _Bind):
-                if isinstance(task.statement, syntax.Let):
-                    self._let(task.statement.name, results.pop())
-                else:
-                    self._let_pair(task.statement, results.pop())
-            else:
-                self.called[task.key] = results[-1]
-        self.frame = outer
-        return results.pop()
-
-    def _enter(self, call: syntax.Call, arguments: tuple[int, ...]) -> list[tuple[_Task, _Frame]]:
-        """The tasks of an `fn`'s body, the first one last."""
-        function = self.functions[call.function.text]
-        values = {name.text: value for name, value in zip(function.params, arguments, strict=True)}
-        frame = _Frame(values, call, self.frame, self.frame.site or self._loc(call.span))
-        *lets, result = function.statements
-        tasks: list[_Task] = []
-        for let in lets:
-            assert isinstance(let, syntax.Let | syntax.LetPair)
-            tasks += [let.value if isinstance(let, syntax.Let) else _operand(let.value), _Bind(let)]
-        assert isinstance(result, syntax.Return)
-        tasks += [result.value, _Leave((call.function.text, arguments))]
-        return [(task, frame) for task in reversed(tasks)]
-
-    def _here(self, span: Span) -> Loc:
-        """Where a node stands: its expression, or the epilogue's call that it was inlined for."""
-        return self.frame.site or self._loc(span)
-
-    def _op(self, op: str, operands: tuple[int, ...], span: Span) -> int:
-        try:
-            return self.builder.op(op, *operands, loc=self._here(span))
-        except CodaTypeError as error:
-            raise self._inside(error, span) from None
-
-    def _inside(self, error: CodaTypeError, span: Span) -> CodaError:
-        """The error with the way from the call in the epilogue to the place in the `fn`."""
-        notes = list(error.notes)
-        frame: _Frame | None = self.frame
-        while frame is not None and frame.call is not None and len(notes) < 4:
-            notes.append((self._loc(span), f"inside `{shorten(frame.call.function.text)}`"))
-            span, frame = frame.call.span, frame.caller
-        return CodaTypeError(error.message, error.loc, notes=tuple(notes), hint=error.hint)
-
-    def _count_step(self) -> None:
-        self.steps += 1
-        if self.steps > INLINING_LIMIT:
-            raise CodaUnsupportedError(
-                f"inlining this call takes more than {INLINING_LIMIT:,} steps",
-                self.frame.site,
-                hint="functions that call each other twice double with every level",
-            )
-
-
-def _operand(call: syntax.Expression) -> syntax.Expression:
-    """What a `split` or a reduction is of."""
-    assert isinstance(call, syntax.Call)
-    return call.operands[0]
-
-
-def _take(results: list[int], count: int) -> tuple[int, ...]:
-    """The last `count` results, removed."""
-    taken = tuple(results[len(results) - count :])
-    del results[len(results) - count :]
-    return taken
+            notes = tuple((self._loc(span), f"this is {self._show(value)}") for value, span in values)
+            raise CodaTypeError(error.message, error.loc, notes=notes, hint=error.hint) from None

@@ -1,64 +1,66 @@
 """What names mean: checked over the syntax tree, before types are.
 
-    definitions   `fn`s and epilogues share one namespace; an `fn` may be used before it is defined, but not by itself
+    definitions   `fn`s, states and epilogues share one namespace; what a file sees is said in files.py
     values        parameters and `let`s; each name once in its definition, used only below its definition
-    outputs       `store` and `reduce`; each name once.  They define no value: a reduction is known only after every
-                  tile is done, so reading one is a locality error
+    outputs       `store`, `reduce` and `state`; each name once.  They define no value: a reduction is known only after
+                  every tile is done, so reading one is a locality error
 
 Functions are called, values are not, so the two may share a name.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 
 import attrs
 
-from codalang.errors import CodaError, CodaLocalityError, CodaNameError, CodaSyntaxError, CodaTypeError, Loc, Source
+from codalang.errors import CodaError, CodaLocalityError, CodaNameError, CodaSyntaxError, CodaTypeError
+from codalang.ir.builtin_states import BUILTIN_STATES
 from codalang.ir.names import DISCARD
 from codalang.ir.ops import OPS, REDUCTIONS
+from codalang.ir.types import STORAGE_DTYPES
 from codalang.parser import syntax
-from codalang.parser.complaints import shorten
+from codalang.parser.clauses import Part, parts
+from codalang.parser.complaints import shorten, suggestion
+from codalang.parser.files import File
+from codalang.parser.recursion import check_recursion
 from codalang.parser.syntax import Span, Word
 
-# Functions that are ops.  even and odd are the two results of `split`, which is no expression.
-BUILTINS = {name: len(info.operands) for name, info in OPS.items() if info.infix is None} | {"neg": 1}
+# Functions that are ops, with their numbers of arguments, a static attribute counted.  even and odd are the two results
+# of `split`, which is no expression.
+BUILTINS = {n: len(i.operands) + (i.attr is not None) for n, i in OPS.items() if i.infix is None} | {"neg": 1, "i32": 1}
 for _half in ("even", "odd"):
     del BUILTINS[_half]
 
+# Functions of two results, with their numbers of arguments.
+PAIRS = {"split": 1, "rotate": 3}
+
 _SPLIT_HINT = "`let (even, odd) = split(x)` gives the even and the odd columns"
-_FUTURE_FUNCTIONS = frozenset("sin cos pow rotate cast row_index col_index".split())
+_REDUCE_HINT = "`reduce s: col[M] = {0}(x)` is a statement of its own; its result is there when every tile is done"
 _ADVICE = {
     "split": _SPLIT_HINT,
     "even": _SPLIT_HINT,
     "odd": _SPLIT_HINT,
-    "sum": "`reduce s: col[M] = sum(x)` is a statement of its own; its result is there when every tile is done",
+    "rotate": "`let (x, y) = rotate(a, b, angle)` gives the rotated pair",
+    "sum": _REDUCE_HINT.format("sum"),
 }
 _LOCALITY_HINT = (
     "a reduction is complete only after every tile: read it in a later epilogue, as a parameter; a factor of each row "
     "commutes with the next matmul, so apply it to that matmul's result"
 )
+_WORDS = {
+    syntax.Store: "store",
+    syntax.Reduce: "reduce",
+    syntax.Fold: "state",
+    syntax.Keep: "save or recompute",
+}
+
+_Output = syntax.Store | syntax.Reduce | syntax.Fold
 
 
-def check_names(definitions: Iterable[syntax.Definition], source: Source) -> None:
-    """Raise CodaNameError, CodaLocalityError &c. for the first name that does not mean anything."""
-    _Names(tuple(definitions), source).check()
-
-
-def locate(source: Source, lines: list[str], span: Span) -> Loc:
-    """The location of a span; of several lines, the part on the first."""
-    same_line = span.end_line == span.line
-    end = span.end_column if same_line else len(lines[span.line - 1]) + 1
-    return Loc(source, span.line, span.column, end)
-
-
-def suggestion(name: str, known: Iterable[str]) -> str | None:
-    """`did you mean ...` for a name that nearly is one of the known ones."""
-    if len(name) > 60:
-        return None
-    close = difflib.get_close_matches(name, [k for k in known if len(k) <= 60], n=1, cutoff=0.6)
-    return f"did you mean `{close[0]}`?" if close else None
+def check_names(file: File) -> None:
+    """Raise CodaNameError, CodaLocalityError &c. for the first name of a file that does not mean anything."""
+    _Names(file).check()
 
 
 @attrs.define
@@ -66,138 +68,213 @@ class _Scope:
     """The names of one definition, as far as it has been read."""
 
     values: dict[str, Span]
-    outputs: dict[str, syntax.Store | syntax.Reduce]
-    reductions: Mapping[str, syntax.Reduce]  # of the whole epilogue, those below included
+    outputs: dict[str, tuple[_Output, Span]]
+    reductions: Mapping[str, Span]  # of the whole epilogue, those below included
     dims: frozenset[str]  # symbols in its shapes
 
 
 class _Names:
-    def __init__(self, definitions: tuple[syntax.Definition, ...], source: Source) -> None:
-        self.definitions = definitions
-        self.source = source
-        self.lines = source.text.split("\n")
-        self.functions: dict[str, syntax.Function] = {}
-        self.epilogues: dict[str, syntax.Epilogue] = {}
+    def __init__(self, file: File) -> None:
+        self.file = file
 
     def check(self) -> None:
-        for definition in self.definitions:
-            self._define(definition)
-        for definition in self.definitions:
-            self._definition(definition)
-        self._recursion()
-
-    def _loc(self, span: Span) -> Loc:
-        return locate(self.source, self.lines, span)
+        defined: dict[str, syntax.Definition] = {}
+        for definition in self.file.definitions:
+            self._define(definition, defined)
+        for definition in self.file.definitions:
+            if isinstance(definition, syntax.Epilogue):
+                self._epilogue(definition)
+            elif isinstance(definition, syntax.Function):
+                self._block(definition)
+            else:
+                for part in parts(definition, self.file).functions:
+                    self._part(part)
+        check_recursion(self.file)
 
     def _twice(self, what: str, name: Word, first: Span) -> CodaError:
-        notes = ((self._loc(first), "first defined here"),)
+        notes = ((self.file.locate(first), "first defined here"),)
         shown = f"{what} `{shorten(name.text)}`".lstrip()
-        return CodaNameError(f"{shown} is defined twice", self._loc(name.span), notes=notes)
+        return CodaNameError(f"{shown} is defined twice", self.file.locate(name.span), notes=notes)
 
-    def _define(self, definition: syntax.Definition) -> None:
+    def _define(self, definition: syntax.Definition, defined: dict[str, syntax.Definition]) -> None:
         name = definition.name
-        first = self.functions.get(name.text) or self.epilogues.get(name.text)
-        if first is not None:
-            raise self._twice("", name, first.name.span)
+        if name.text in defined:
+            raise self._twice("", name, defined[name.text].name.span)
         self._not_discard(name)
-        if isinstance(definition, syntax.Epilogue):
-            self.epilogues[name.text] = definition
-            return
-        if name.text in BUILTINS or name.text in _ADVICE or name.text in _FUTURE_FUNCTIONS:
-            raise CodaNameError(f"`{name.text}` is a function of the language", self._loc(name.span), hint="rename it")
-        self.functions[name.text] = definition
+        defined[name.text] = definition
+        is_function = isinstance(definition, syntax.Function)
+        if is_function and (name.text in BUILTINS or name.text in _ADVICE):
+            raise CodaNameError(
+                f"`{name.text}` is a function of the language", self.file.locate(name.span), hint="rename it"
+            )
 
     def _not_discard(self, name: Word) -> None:
         if name.text == DISCARD:
             raise CodaNameError(
-                f"`{DISCARD}` is no name", self._loc(name.span), hint=f"`{DISCARD}` stands for a half of a split only"
+                f"`{DISCARD}` is no name",
+                self.file.locate(name.span),
+                hint=f"`{DISCARD}` stands for one of several results only",
             )
 
-    def _definition(self, definition: syntax.Definition) -> None:
-        reductions = {s.name.text: s for s in definition.statements if isinstance(s, syntax.Reduce)}
+    # Definitions
+
+    def _epilogue(self, definition: syntax.Epilogue) -> None:
+        reductions = {n.text: n.span for s in definition.statements for n in _reduced_names(s)}
         scope = _Scope({}, {}, reductions, frozenset(_symbols(definition)))
-        is_function = isinstance(definition, syntax.Function)
         for param in definition.params:
-            self._value(param if isinstance(param, Word) else param.name, scope, "parameter")
-        for position, statement in enumerate(definition.statements):
-            if is_function:
-                self._allowed_in_function(statement, last=position == len(definition.statements) - 1)
-            elif isinstance(statement, syntax.Return):
+            self._value(param.name, scope, "parameter")
+        for statement in definition.statements:
+            if isinstance(statement, syntax.Return):
                 raise CodaSyntaxError(
                     "an epilogue returns nothing",
-                    self._loc(statement.span),
+                    self.file.locate(statement.span),
                     hint="`store` and `reduce` are its outputs",
                 )
             self._statement(statement, scope)
-        if is_function and not (definition.statements and isinstance(definition.statements[-1], syntax.Return)):
-            raise CodaSyntaxError(
-                f"`{shorten(definition.name.text)}` returns nothing",
-                self._loc(definition.end),
-                hint="the last statement of an `fn` is `return expression`",
-            )
-        if not is_function and not scope.outputs:
+        if not scope.outputs:
             raise CodaTypeError(
                 f"epilogue `{shorten(definition.name.text)}` has no output",
-                self._loc(definition.name.span),
+                self.file.locate(definition.name.span),
                 hint="give it a `store` or a `reduce`",
             )
 
-    def _allowed_in_function(self, statement: syntax.Statement, last: bool) -> None:
-        if isinstance(statement, syntax.Store | syntax.Reduce):
-            word = "store" if isinstance(statement, syntax.Store) else "reduce"
+    def _block(self, definition: syntax.Function, what: str = "an `fn`") -> None:
+        """A block of `let`s that ends with what it returns."""
+        scope = _Scope({}, {}, {}, frozenset())
+        for param in definition.params:
+            self._value(param, scope, "parameter")
+        for position, statement in enumerate(definition.statements, start=1):
+            self._allowed_in_block(statement, what, last=position == len(definition.statements))
+            self._statement(statement, scope)
+        if not (definition.statements and isinstance(definition.statements[-1], syntax.Return)):
             raise CodaSyntaxError(
-                f"an `fn` cannot `{word}`", self._loc(statement.span), hint="an `fn` is a function of values: return it"
+                f"`{shorten(definition.name.text)}` returns nothing",
+                self.file.locate(definition.end),
+                hint=f"the last statement of {what} is `return expression`",
             )
+
+    def _part(self, part: Part) -> None:
+        function = part.function
+        self._block(function, f"`{function.name.text}`")
+        result = function.statements[-1]
+        assert isinstance(result, syntax.Return)
+        if len(result.values) != part.wanted:
+            raise CodaTypeError(
+                f"`{function.name.text}` returns {_values(len(result.values))}, but {part.because}",
+                self.file.locate(result.span),
+            )
+
+    def _allowed_in_block(self, statement: syntax.Statement, what: str, last: bool) -> None:
+        loc = self.file.locate(statement.span)
+        if type(statement) in _WORDS:
+            word = statement.how if isinstance(statement, syntax.Keep) else _WORDS[type(statement)]
+            raise CodaSyntaxError(f"{what} cannot `{word}`", loc, hint=f"{what} is a function of values: return it")
         if isinstance(statement, syntax.Return) and not last:
-            raise CodaSyntaxError("nothing can follow a `return`", self._loc(statement.span))
+            raise CodaSyntaxError("nothing can follow a `return`", loc)
+
+    # Statements
 
     def _statement(self, statement: syntax.Statement, scope: _Scope) -> None:
-        value = statement.value
-        if isinstance(statement, syntax.LetPair):
-            value = self._split_operand(statement)
+        if isinstance(statement, syntax.Keep):
+            for name in statement.names:
+                self._kept(name, scope)
+            return
+        if isinstance(statement, syntax.LetTuple):
+            values = self._several(statement)
         elif isinstance(statement, syntax.Reduce):
-            value = self._reduced_operand(statement)
-        elif isinstance(statement, syntax.Store):
-            self._stored(statement, scope)
-            value = value or syntax.Name(statement.name.text, statement.name.span)
-        assert value is not None
-        self._expression(value, scope)
+            values = (self._reduced_operand(statement),)
+        elif isinstance(statement, syntax.Fold):
+            values = self._folded_operands(statement)
+        else:
+            if isinstance(statement, syntax.Store):
+                self._stored(statement, scope)
+            values = syntax.expressions(statement)
+        for value in values:
+            self._expression(value, scope)
         if isinstance(statement, syntax.Let):
             self._value(statement.name, scope, "value")
-        elif isinstance(statement, syntax.LetPair):
+        elif isinstance(statement, syntax.LetTuple):
             for name in statement.names:
                 if name.text != DISCARD:
                     self._value(name, scope, "value")
         elif isinstance(statement, syntax.Store | syntax.Reduce):
             self._not_discard(statement.name)
-            if statement.name.text in scope.outputs:
-                raise self._twice("output", statement.name, scope.outputs[statement.name.text].name.span)
-            scope.outputs[statement.name.text] = statement
+            self._output(statement.name, statement, scope)
+        elif isinstance(statement, syntax.Fold):
+            self._some_name(statement)
+            for name in statement.names:
+                if name.text != DISCARD:
+                    self._output(name, statement, scope)
+
+    def _output(self, name: Word, statement: _Output, scope: _Scope) -> None:
+        if name.text in scope.outputs:
+            raise self._twice("output", name, scope.outputs[name.text][1])
+        scope.outputs[name.text] = (statement, name.span)
+
+    def _some_name(self, statement: syntax.Fold) -> None:
+        if all(n.text == DISCARD for n in statement.names):
+            raise CodaNameError(
+                "no result of this state has a name",
+                self.file.locate(statement.span),
+                hint=f"`{DISCARD}` stands for a result that is not wanted: name another one",
+            )
 
     def _stored(self, statement: syntax.Store, scope: _Scope) -> None:
         name = statement.name.text
         if statement.value is None and name not in scope.values and name not in scope.reductions:
             raise CodaNameError(
                 f"there is no value `{shorten(name)}` to store",
-                self._loc(statement.name.span),
+                self.file.locate(statement.name.span),
                 hint=suggestion(name, scope.values) or f"write `store {shorten(name)}: ... = value`",
             )
+
+    def _kept(self, name: Word, scope: _Scope) -> None:
+        """What is saved or recomputed is a value, or the value that a store has."""
+        if name.text in scope.values or isinstance(scope.outputs.get(name.text, (None,))[0], syntax.Store):
+            return
+        if name.text in scope.reductions:
+            raise CodaNameError(
+                f"`{shorten(name.text)}` is a reduction, which is an output already",
+                self.file.locate(name.span),
+                notes=((self.file.locate(scope.reductions[name.text]), "it is reduced here"),),
+                hint="save or recompute a value, or what a `store` stores",
+            )
+        raise self._unknown_value(syntax.Name(name.text, name.span), scope)
 
     def _value(self, name: Word, scope: _Scope, what: str) -> None:
         self._not_discard(name)
         if name.text in scope.values:
             raise self._twice(what, name, scope.values[name.text])
         if name.text in scope.outputs:
-            raise self._twice(what, name, scope.outputs[name.text].name.span)
+            raise self._twice(what, name, scope.outputs[name.text][1])
         scope.values[name.text] = name.span
 
-    def _split_operand(self, statement: syntax.LetPair) -> syntax.Expression:
-        value = statement.value
-        if isinstance(value, syntax.Call) and value.function.text == "split" and len(value.operands) == 1:
-            return value.operands[0]
-        raise CodaSyntaxError(
-            "two names need two values, as only `split(x)` gives", self._loc(value.span), hint=_SPLIT_HINT
-        )
+    def _several(self, statement: syntax.LetTuple) -> tuple[syntax.Expression, ...]:
+        """The operands of a call of what gives as many results as there are names."""
+        value, names = statement.value, len(statement.names)
+        loc = self.file.locate(value.span)
+        if not isinstance(value, syntax.Call):
+            raise CodaSyntaxError(
+                f"{names} name{'s need' if names > 1 else ' needs'} {_values(names)}, as `split(x)` gives",
+                loc,
+                hint=_SPLIT_HINT,
+            )
+        found = self.file.find(value.function, syntax.Function)
+        if value.function.text in PAIRS:
+            self._count(value, PAIRS[value.function.text], None)
+            results = 2
+        elif found is not None or value.function.text in BUILTINS:
+            self._call(value, None, several=True)
+            results = _result_count(found.definition) if found is not None else 1
+        else:
+            raise self._unknown_function(value.function, None)
+        if results != names:
+            raise CodaTypeError(
+                f"`{shorten(value.function.text)}` gives {_values(results)}, got {names} name{'s' * (names > 1)}",
+                loc,
+                hint=_SPLIT_HINT if results == 1 else f"`{DISCARD}` stands for a result that is not wanted",
+            )
+        return syntax.value_operands(value)
 
     def _reduced_operand(self, statement: syntax.Reduce) -> syntax.Expression:
         value = statement.value
@@ -206,46 +283,90 @@ class _Names:
         if not isinstance(value, syntax.Call):
             raise CodaSyntaxError(
                 f"`reduce {name}` does not say how",
-                self._loc(value.span),
+                self.file.locate(value.span),
                 hint=f"write `= sum(...)`; there is {known}",
             )
         how = value.function
         if how.text not in REDUCTIONS:
+            is_state = how.text in self._states()
             raise CodaNameError(
                 f"unknown reduction `{shorten(how.text)}`",
-                self._loc(how.span),
-                hint=suggestion(how.text, REDUCTIONS) or f"there is {known}",
+                self.file.locate(how.span),
+                hint=f"`{shorten(how.text)}` is a state: write `state {name}: ... = {shorten(how.text)}(...)`"
+                if is_state
+                else suggestion(how.text, REDUCTIONS) or f"there is {known}",
             )
         if len(value.operands) != 1:
-            raise CodaTypeError(f"`{how.text}` takes 1 argument, got {len(value.operands)}", self._loc(value.span))
+            raise CodaTypeError(
+                f"`{how.text}` takes 1 argument, got {len(value.operands)}", self.file.locate(value.span)
+            )
         return value.operands[0]
 
+    def _states(self) -> list[str]:
+        return [*self.file.names(syntax.State), *BUILTIN_STATES]
+
+    def _folded_operands(self, statement: syntax.Fold) -> tuple[syntax.Expression, ...]:
+        value = statement.value
+        name = shorten(statement.names[0].text)
+        if not isinstance(value, syntax.Call):
+            raise CodaSyntaxError(
+                f"`state {name}` does not say which state",
+                self.file.locate(value.span),
+                hint=_known("states", self._states()),
+            )
+        function = value.function
+        found = self.file.find(function, syntax.State)
+        if found is None and function.text not in BUILTIN_STATES:
+            raise CodaNameError(
+                f"unknown state `{shorten(function.text)}`",
+                self.file.locate(function.span),
+                hint=f"write `reduce {name}: ... = {function.text}(...)`"
+                if function.text in REDUCTIONS
+                else suggestion(function.text, self._states()) or _known("states", self._states()),
+            )
+        notes = ()
+        if found is not None:
+            assert isinstance(found.definition, syntax.State)
+            wanted = len(found.definition.inputs)
+            notes = ((found.file.locate(found.definition.name.span), "defined here"),)
+        else:
+            wanted = len(BUILTIN_STATES[function.text].inputs)
+        if len(value.operands) != wanted:
+            raise CodaTypeError(
+                f"`{shorten(function.text)}` takes {wanted} argument{'' if wanted == 1 else 's'}, "
+                f"got {len(value.operands)}",
+                self.file.locate(value.span),
+                notes=notes,
+            )
+        return value.operands
+
+    # Expressions
+
     def _expression(self, root: syntax.Expression, scope: _Scope) -> None:
-        for part in walk(root):
+        for part in syntax.walk(root):
             if isinstance(part, syntax.Name) and part.text not in scope.values:
                 raise self._unknown_value(part, scope)
             if isinstance(part, syntax.Call):
                 self._call(part, scope)
 
     def _unknown_value(self, name: syntax.Name, scope: _Scope) -> CodaError:
-        loc, shown = self._loc(name.span), shorten(name.text)
+        loc, shown = self.file.locate(name.span), shorten(name.text)
         if name.text in scope.reductions:
-            reduce = scope.reductions[name.text]
             return CodaLocalityError(
                 f"`{shown}` is a reduction of this same epilogue",
                 loc,
-                notes=((self._loc(reduce.span), "it is reduced here"),),
+                notes=((self.file.locate(scope.reductions[name.text]), "it is reduced here"),),
                 hint=_LOCALITY_HINT,
             )
         if name.text in scope.outputs:
-            notes = ((self._loc(scope.outputs[name.text].span), "it is stored here"),)
+            notes = ((self.file.locate(scope.outputs[name.text][0].span), "it is stored here"),)
             return CodaNameError(
                 f"`{shown}` is an output, not a value",
                 loc,
                 notes=notes,
                 hint=f"write `let {shown} = ...` and store that",
             )
-        if name.text in self.functions or name.text in BUILTINS:
+        if name.text in BUILTINS or name.text in self.file.names(syntax.Function):
             return CodaNameError(f"`{shown}` is a function", loc, hint=f"call it: `{shown}(...)`")
         if name.text in scope.dims:
             return CodaNameError(
@@ -254,112 +375,106 @@ class _Names:
         hint = suggestion(name.text, scope.values) or _known("values", scope.values)
         return CodaNameError(f"unknown name `{shown}`", loc, hint=hint)
 
-    def _call(self, call: syntax.Call, scope: _Scope) -> None:
+    def _call(self, call: syntax.Call, scope: _Scope | None, several: bool = False) -> None:
+        """`several` results are allowed in a `let (a, b) = ...` only."""
         name = call.function.text
-        if name in self.functions:
-            self._count(call, len(self.functions[name].params), self.functions[name].name.span)
+        found = self.file.find(call.function, syntax.Function)
+        if found is not None:
+            function = found.definition
+            assert isinstance(function, syntax.Function)
+            self._count(call, len(function.params), (found.file, function.name.span))
+            results = _result_count(function)
+            if results != 1 and not several:
+                names = ", ".join("abcdefgh"[: min(results, 8)])
+                raise CodaTypeError(
+                    f"`{shorten(name)}` gives {_values(results)}",
+                    self.file.locate(call.span),
+                    hint=f"`let ({names}) = {shorten(name)}(...)` names them",
+                )
         elif name in BUILTINS:
             self._count(call, BUILTINS[name], None)
+            if name == "cast":
+                self._cast_dtype(call.operands[1])
         else:
             raise self._unknown_function(call.function, scope)
 
-    def _count(self, call: syntax.Call, wanted: int, defined: Span | None) -> None:
+    def _cast_dtype(self, word: syntax.Expression) -> None:
+        if not (isinstance(word, syntax.Name) and word.text in STORAGE_DTYPES):
+            raise CodaTypeError(
+                f"`cast` rounds to {', '.join(STORAGE_DTYPES[:-1])} or {STORAGE_DTYPES[-1]}",
+                self.file.locate(word.span),
+                hint="write `cast(x, bf16)`; `float(i)` makes a number of an index",
+            )
+
+    def _count(self, call: syntax.Call, wanted: int, defined: tuple[File, Span] | None) -> None:
         if len(call.operands) == wanted:
             return
         name = call.function.text
-        notes = ((self._loc(defined), "defined here"),) if defined else ()
+        notes = ((defined[0].locate(defined[1]), "defined here"),) if defined else ()
         plural = "" if wanted == 1 else "s"
-        hint = f"nest them: `{name}(a, {name}(b, c))`" if name in ("min", "max") and len(call.operands) > 2 else None
+        hint = None
+        if name in ("min", "max") and defined is None:
+            nest = f"nest them: `{name}(a, {name}(b, c))`"
+            hint = nest if len(call.operands) > 2 else _REDUCE_HINT.format(name) if len(call.operands) == 1 else None
         raise CodaTypeError(
             f"`{shorten(name)}` takes {wanted} argument{plural}, got {len(call.operands)}",
-            self._loc(call.span),
+            self.file.locate(call.span),
             notes=notes,
             hint=hint,
         )
 
-    def _unknown_function(self, function: Word, scope: _Scope) -> CodaError:
-        name, loc = function.text, self._loc(function.span)
+    def _unknown_function(self, function: Word, scope: _Scope | None) -> CodaError:
+        name, loc = function.text, self.file.locate(function.span)
         shown = shorten(name)
         if name in _ADVICE:
             return CodaNameError(f"`{name}` cannot be used inside an expression", loc, hint=_ADVICE[name])
-        if name in _FUTURE_FUNCTIONS:
-            return CodaNameError(f"`{name}` is not supported yet", loc, hint=_known("functions", BUILTINS))
-        if name in scope.values:
-            notes = ((self._loc(scope.values[name]), "defined here"),)
+        if scope is not None and name in scope.values:
+            notes = ((self.file.locate(scope.values[name]), "defined here"),)
             return CodaNameError(f"`{shown}` is a value, not a function", loc, notes=notes)
-        if name in self.epilogues:
+        if self.file.find(function, syntax.Epilogue):
             return CodaNameError(
                 f"`{shown}` is an epilogue, not a function", loc, hint="put what both need into an `fn`"
             )
-        hint = suggestion(name, [*self.functions, *BUILTINS, "sum", "split"])
+        if name in self._states():
+            return CodaNameError(
+                f"`{shown}` is a state, not a function",
+                loc,
+                hint=f"`state s: col[M] = {shown}(x)` is a statement of its own; its result is there when every tile is "
+                "done",
+            )
+        hint = suggestion(name, [*self.file.names(syntax.Function), *BUILTINS, *PAIRS, "sum"])
         return CodaNameError(f"unknown function `{shown}`", loc, hint=hint or _known("functions", BUILTINS))
 
-    def _recursion(self) -> None:
-        """Raise CodaNameError where an `fn` calls itself, by itself or through others.  Depth first, iterative."""
-        finished: set[str] = set()
-        for root in self.functions:
-            path: dict[str, syntax.Call | None] = {}
-            stack: list[tuple[str, syntax.Call | None, Iterator[syntax.Call]]] = []
 
-            def enter(name: str, call: syntax.Call | None, path: dict = path, stack: list = stack) -> None:
-                path[name] = call
-                stack.append((name, call, self._calls(self.functions[name])))
-
-            if root not in finished:
-                enter(root, None)
-            while stack:
-                name, _, calls = stack[-1]
-                call = next(calls, None)
-                if call is None:
-                    finished.add(name)
-                    del path[name]
-                    stack.pop()
-                elif call.function.text in path:
-                    raise self._cycle(call, path)
-                elif call.function.text not in finished:
-                    enter(call.function.text, call)
-
-    def _cycle(self, last: syntax.Call, path: Mapping[str, syntax.Call | None]) -> CodaError:
-        names = list(path)
-        cycle = names[names.index(last.function.text) + 1 :]
-        calls = [path[name] for name in cycle][:4]
-        notes = tuple((self._loc(c.span), f"which calls `{shorten(c.function.text)}`") for c in calls if c is not None)
-        return CodaNameError(
-            f"`{shorten(last.function.text)}` calls itself" + (" through other functions" if cycle else ""),
-            self._loc(last.span),
-            notes=notes,
-            hint="an `fn` is inlined where it is called, so it cannot be recursive",
-        )
-
-    def _calls(self, function: syntax.Function) -> Iterator[syntax.Call]:
-        for statement in function.statements:
-            if statement.value is not None:
-                for part in walk(statement.value):
-                    if isinstance(part, syntax.Call) and part.function.text in self.functions:
-                        yield part
+def _result_count(function: syntax.Definition) -> int:
+    """How many values an `fn` returns; 1 where what it returns is not right yet."""
+    assert isinstance(function, syntax.Function)
+    last = function.statements[-1] if function.statements else None
+    return len(last.values) if isinstance(last, syntax.Return) else 1
 
 
-def _symbols(definition: syntax.Definition) -> Iterator[str]:
+def _reduced_names(statement: syntax.Statement) -> tuple[Word, ...]:
+    """The names of results that are known only after every tile."""
+    if isinstance(statement, syntax.Reduce):
+        return (statement.name,)
+    return statement.names if isinstance(statement, syntax.Fold) else ()
+
+
+def _symbols(definition: syntax.Epilogue) -> Iterator[str]:
     """The dimensions that an epilogue's shapes are made of."""
     things = [*definition.params, *definition.statements]
-    shapes = [t.shape for t in things if isinstance(t, syntax.Param | syntax.Store | syntax.Reduce)]
+    shapes = [t.shape for t in things if isinstance(t, syntax.Param | syntax.Store | syntax.Reduce | syntax.Fold)]
     for extent in (e for shape in shapes if shape is not None for e in shape.extents):
         if extent.symbol is not None:
             yield extent.symbol
 
 
-def walk(root: syntax.Expression) -> Iterator[syntax.Expression]:
-    """All parts of an expression, from left to right, each before its operands."""
-    stack = [root]
-    while stack:
-        part = stack.pop()
-        yield part
-        if isinstance(part, syntax.Apply | syntax.Call):
-            stack.extend(reversed(part.operands))
+def _values(count: int) -> str:
+    return f"{count} value{'' if count == 1 else 's'}"
 
 
 def _known(what: str, names: Iterable[str]) -> str | None:
-    listed = sorted(names)
+    listed = sorted(set(names))
     if not listed or len(listed) > 40:
         return None
     return f"the {what} here are {', '.join(listed)}"

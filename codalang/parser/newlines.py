@@ -19,7 +19,8 @@ from lark import Token
 NEWLINE = "_NEWLINE"
 OPERATORS = frozenset("OR AND COMPARISON PLUS MINUS STAR SLASH".split())
 _GLUE = OPERATORS | {"EQUAL", "_COMMA", "_COLON"}
-_MORE_FOLLOWS = _GLUE | {"NOT", "LPAR", "LSQB", "LBRACE", "FN", "EPILOGUE", "LET", "STORE", "REDUCE", "RETURN"}
+_KEYWORDS = frozenset("FN EPILOGUE IMPORT STATE LET STORE REDUCE SAVE RECOMPUTE RETURN".split())
+_MORE_FOLLOWS = _GLUE | _KEYWORDS | {"NOT", "LPAR", "LSQB", "LBRACE"}
 _CONTINUES = _GLUE | {"LBRACE", "RPAR", "RSQB"}
 _OPENING = frozenset({"LPAR", "LSQB"})
 _CLOSING = frozenset({"RPAR", "RSQB"})
@@ -29,7 +30,7 @@ class NewlineFilter:
     """Lark's hook between lexer and parser; holds no state of its own, so parsers in several threads may share it."""
 
     # Words that no rule uses are lexed as themselves all the same.
-    always_accept = ("PROGRAM", "IMPORT", "STATE", "SAVE", "RECOMPUTE")
+    always_accept = ("PROGRAM",)
 
     def process(self, stream: Iterator[Token]) -> Iterator[Token]:
         """The tokens with only those newlines that mean something."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 from lark import Lark, Token, Transformer, UnexpectedInput, v_args
@@ -25,10 +25,10 @@ _PREFIX = {"-": "neg", "not": "not"}
 _CONSTANTS = {"true": True, "false": False, "inf": float("inf"), "nan": float("nan")}
 
 
-def read(source: Source) -> tuple[syntax.Definition, ...]:
-    """The definitions of a file, in textual order.  `source` must be normalized.  Raises CodaSyntaxError &c."""
+def read(source: Source) -> tuple[syntax.Import | syntax.Definition, ...]:
+    """The imports and definitions of a file, in textual order.  `source` must be normalized.  Raises CodaSyntaxError &c."""
     try:
-        definitions: Any = parser().parse(source.text)  # what the callback for `start` made
+        items: Any = parser().parse(source.text)  # what the callback for `start` made
     except UnexpectedInput as error:
         raise complaint(error, source) from None
     except _BadNumber as error:
@@ -38,7 +38,7 @@ def read(source: Source) -> tuple[syntax.Definition, ...]:
             Loc(source, span.line, span.column, span.end_column),
             hint="the largest double is about 1.8e308; write `inf` for infinity",
         ) from None
-    return definitions
+    return items
 
 
 @functools.cache
@@ -61,6 +61,13 @@ class _BadNumber(Exception):
         self.text, self.span = text, span
 
 
+class _Results(NamedTuple):
+    """One value, or several in parentheses."""
+
+    values: tuple[syntax.Expression, ...]
+    span: Span
+
+
 def _span(token: Token) -> Span:
     return Span(token.line or 1, token.column or 1, token.end_line or 1, token.end_column or 1)
 
@@ -80,17 +87,49 @@ def _number(token: Token) -> float:
 class _ToSyntax(Transformer):
     """One method per rule or alias of the grammar."""
 
-    def start(self, *definitions: syntax.Definition) -> tuple[syntax.Definition, ...]:
-        return definitions
+    def start(self, *items: syntax.Import | syntax.Definition) -> tuple[syntax.Import | syntax.Definition, ...]:
+        return items
+
+    def import_file(self, keyword: Token, path: Token) -> syntax.Import:
+        return syntax.Import(syntax.Word(str(path)[1:-1], _span(path)), True, _span(keyword).to(_span(path)))
+
+    def import_library(self, keyword: Token, name: Token) -> syntax.Import:
+        return syntax.Import(_word(name), False, _span(keyword).to(_span(name)))
 
     def function(self, *parts: Any) -> syntax.Function:
-        _fn, name, _open, params, close, _equal, result = parts
-        body = (syntax.Return(result, result.span),)
-        return syntax.Function(_word(name), params or (), body, _span(close))
+        _fn, name, _open, params, close, _equal, results = parts
+        return syntax.Function(_word(name), params or (), _returned(results), _span(close))
 
     def function_block(self, *parts: Any) -> syntax.Function:
         _fn, name, _open, params, _close, _brace, block, end = parts
         return syntax.Function(_word(name), params or (), block, _span(end))
+
+    def state(self, *parts: Any) -> syntax.State:
+        _state, name, _open, inputs, _close, _brace, clauses, end = parts
+        return syntax.State(_word(name), inputs or (), clauses, _span(end))
+
+    def clauses(self, *clauses: syntax.Carry | syntax.Clause) -> tuple[syntax.Carry | syntax.Clause, ...]:
+        return clauses
+
+    def carry(self, word: Token, *carried: syntax.Carried) -> syntax.Carry:
+        return syntax.Carry(_word(word), carried)
+
+    def carried(self, name: Token, dtype: Token | None, _equal: Token, initial: syntax.Expression) -> syntax.Carried:
+        return syntax.Carried(_word(name), _word(dtype) if dtype else None, initial)
+
+    def clause_block(self, *parts: Any) -> syntax.Clause:
+        word, _open, names, _close, _brace, block, end = parts
+        return syntax.Clause(_word(word), names, block, _span(end))
+
+    def clause(self, *parts: Any) -> syntax.Clause:
+        word, _open, names, close, _equal, results = parts
+        return syntax.Clause(_word(word), names, _returned(results), _span(close))
+
+    def inputs(self, *inputs: syntax.Typed) -> tuple[syntax.Typed, ...]:
+        return inputs
+
+    def input(self, name: Token, dtype: Token | None) -> syntax.Typed:
+        return syntax.Typed(_word(name), _word(dtype) if dtype else None)
 
     def epilogue(self, *parts: Any) -> syntax.Epilogue:
         _epilogue, name, dims, _open, params, _close, _brace, block, end = parts
@@ -117,17 +156,8 @@ class _ToSyntax(Transformer):
     def extents(self, *extents: syntax.Extent) -> tuple[syntax.Extent, ...]:
         return extents
 
-    def extent(self, symbol: Token) -> syntax.Extent:
-        return syntax.Extent(str(symbol), Fraction(1), str(symbol), _span(symbol))
-
-    def extent_divided(self, symbol: Token, slash: Token, number: Token) -> syntax.Extent:
-        return _extent(symbol, number, Fraction(1, 2), [symbol, slash, number])
-
-    def extent_times(self, number: Token, star: Token, symbol: Token) -> syntax.Extent:
-        return _extent(symbol, number, Fraction(2), [number, star, symbol])
-
-    def extent_number(self, number: Token) -> syntax.Extent:
-        return syntax.Extent(None, Fraction(1), str(number), _span(number))
+    def extent(self, *tokens: Token) -> syntax.Extent:
+        return _extent(tokens)
 
     def block(self, *statements: syntax.Statement) -> tuple[syntax.Statement, ...]:
         return statements
@@ -135,9 +165,9 @@ class _ToSyntax(Transformer):
     def let(self, let: Token, name: Token, _equal: Token, value: syntax.Expression) -> syntax.Let:
         return syntax.Let(_word(name), value, _span(let).to(value.span))
 
-    def let_pair(self, *parts: Any) -> syntax.LetPair:
-        let, _open, first, second, _close, _equal, value = parts
-        return syntax.LetPair((_word(first), _word(second)), value, _span(let).to(value.span))
+    def let_tuple(self, *parts: Any) -> syntax.LetTuple:
+        let, _open, names, _close, _equal, value = parts
+        return syntax.LetTuple(names, value, _span(let).to(value.span))
 
     def store(
         self, store: Token, name: Token, shape: Any, dtype: Token | None, _equal: Any, value: Any
@@ -150,8 +180,26 @@ class _ToSyntax(Transformer):
         span = _span(reduce).to(value.span)
         return syntax.Reduce(_word(name), shape, _word(dtype) if dtype else None, value, span)
 
-    def result(self, keyword: Token, value: syntax.Expression) -> syntax.Return:
-        return syntax.Return(value, _span(keyword).to(value.span))
+    def fold(self, *parts: Any) -> syntax.Fold:
+        state, name, shape, dtype, _equal, value = parts
+        return _fold(state, (_word(name),), shape, dtype, value)
+
+    def fold_tuple(self, *parts: Any) -> syntax.Fold:
+        state, _open, names, _close, shape, dtype, _equal, value = parts
+        return _fold(state, names, shape, dtype, value)
+
+    def keep(self, keyword: Token, *names: Token) -> syntax.Keep:
+        words = tuple(_word(n) for n in names)
+        return syntax.Keep(str(keyword), words, _span(keyword).to(words[-1].span))
+
+    def result(self, keyword: Token, results: _Results) -> syntax.Return:
+        return syntax.Return(results.values, _span(keyword).to(results.span))
+
+    def results(self, value: syntax.Expression) -> _Results:
+        return _Results((value,), value.span)
+
+    def result_tuple(self, open: Token, first: syntax.Expression, rest: Any, close: Token) -> _Results:
+        return _Results((first, *(rest or ())), _span(open).to(_span(close)))
 
     def binary(self, left: syntax.Expression, operator: Token, right: syntax.Expression) -> syntax.Apply:
         return syntax.Apply(_INFIX[str(operator)], (left, right), left.span.to(right.span))
@@ -159,14 +207,14 @@ class _ToSyntax(Transformer):
     def unary(self, operator: Token, operand: syntax.Expression) -> syntax.Expression:
         span = _span(operator).to(operand.span)
         if operator == "-" and isinstance(operand, syntax.Literal) and operand.bare:
-            return syntax.Literal(-operand.value, span, bare=False)
+            return syntax.Literal(-operand.value, span, bare=False, whole=operand.whole)
         return syntax.Apply(_PREFIX[str(operator)], (operand,), span)
 
     def name(self, name: Token) -> syntax.Name:
         return syntax.Name(str(name), _span(name))
 
     def number(self, number: Token) -> syntax.Literal:
-        return syntax.Literal(_number(number), _span(number), bare=True)
+        return syntax.Literal(_number(number), _span(number), bare=True, whole=number.isdecimal())
 
     def constant(self, word: Token) -> syntax.Literal:
         value = _CONSTANTS[str(word)]
@@ -184,13 +232,41 @@ class _ToSyntax(Transformer):
         span = _span(open).to(_span(close))
         # A number in parentheses is one that a minus does not reach: -(1) negates, -1 is a constant.
         if isinstance(inner, syntax.Literal):
-            return syntax.Literal(inner.value, span, bare=False)
+            return syntax.Literal(inner.value, span, bare=False, whole=inner.whole)
         return attrs.evolve(inner, span=span)
 
 
-def _extent(symbol: Token, number: Token, width: Fraction, tokens: Sequence[Token]) -> syntax.Extent:
-    # Only halves and doubles are widths; for anything else 0, which is no width, lets the check of shapes complain.
-    text = "".join(str(t) for t in tokens)
-    return syntax.Extent(
-        str(symbol), width if number == "2" else Fraction(0), text, _span(tokens[0]).to(_span(tokens[-1]))
-    )
+def _returned(results: _Results) -> tuple[syntax.Statement, ...]:
+    return (syntax.Return(results.values, results.span),)
+
+
+def _fold(
+    keyword: Token,
+    names: tuple[syntax.Word, ...],
+    shape: syntax.Shape | None,
+    dtype: Token | None,
+    value: syntax.Expression,
+) -> syntax.Fold:
+    return syntax.Fold(names, shape, _word(dtype) if dtype else None, value, _span(keyword).to(value.span))
+
+
+def _extent(tokens: Sequence[Token]) -> syntax.Extent:
+    """`N`, `N/2`, `2*N`, `4*N/2`: a product of numbers and one dimension; numbers alone; or no extent."""
+    span = _span(tokens[0]).to(_span(tokens[-1]))
+    words = [str(t) for t in tokens]
+    symbols = [t for t in tokens if t.type == "NAME"]
+    symbol = str(symbols[0]) if symbols else None
+    return syntax.Extent(symbol, _width(words) if len(symbols) == 1 else Fraction(0), "".join(words), span)
+
+
+def _width(words: Sequence[str]) -> Fraction:
+    """How many times its one dimension a product is; 0 where it is no such product."""
+    width = Fraction(1)
+    for operator, word in zip(("*", *words[1::2]), words[::2], strict=True):
+        number = Fraction(int(word)) if len(word) < 10 and word.isdecimal() else Fraction(0)
+        if word.isidentifier():
+            number = Fraction(operator == "*")
+        if operator not in "*/" or not number:
+            return Fraction(0)
+        width = width * number if operator == "*" else width / number
+    return width

@@ -1,9 +1,11 @@
 """What a .coda file looks like: the syntax tree, before names and types mean anything.
 
-    file       = Function* and Epilogue*
-    Function   = fn name(params) = result, with lets before the result in a block body
+    file       = Import*, Function*, State* and Epilogue*, in any order
+    Function   = fn name(params) = result, with lets before the results in a block body
+    State      = state name(inputs) { clauses }
+    clause     = Carry | Clause(word, statements), such as update and merge
     Epilogue   = epilogue name[dims](params) { statements }
-    statement  = Let | LetPair | Store | Reduce | Return
+    statement  = Let | LetTuple | Store | Reduce | Fold | Keep | Return
     expression = Name | Literal | Apply(op, operands) | Call(function, arguments)
 
 Every part knows its `Span`.
@@ -11,6 +13,7 @@ Every part knows its `Span`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -48,11 +51,16 @@ class Name:
 
 @attrs.frozen
 class Literal:
-    """A constant.  `bare` is a number without sign or parentheses, into which a minus before it is folded."""
+    """A constant.
+
+    `bare` is a number without sign or parentheses, into which a minus before it is folded.  `whole` is one without
+    point and exponent, which is an index where its neighbour is one.
+    """
 
     value: float | bool
     span: Span
     bare: bool
+    whole: bool = False
 
 
 @attrs.frozen
@@ -78,7 +86,10 @@ Expression = Name | Literal | Apply | Call
 
 @attrs.frozen
 class Extent:
-    """One extent of a shape: `width` times a dimension; `symbol` is None for a plain number."""
+    """One extent of a shape: `width` times a dimension; `symbol` is None for a plain number.
+
+    A width of 0 stands for an expression that is no multiple of one dimension.
+    """
 
     symbol: str | None
     width: Fraction
@@ -114,10 +125,10 @@ class Let:
 
 
 @attrs.frozen
-class LetPair:
-    """`let (first, second) = value`, where value must be a call of split."""
+class LetTuple:
+    """`let (first, second) = value`, where value must be a call of what has so many results."""
 
-    names: tuple[Word, Word]
+    names: tuple[Word, ...]
     value: Expression
     span: Span
 
@@ -145,14 +156,34 @@ class Reduce:
 
 
 @attrs.frozen
-class Return:
-    """`return value`, the last statement of an fn's block."""
+class Fold:
+    """`state (name, ...): shape: dtype = value`, where value must be a call of a state."""
 
+    names: tuple[Word, ...]
+    shape: Shape | None
+    dtype: Word | None
     value: Expression
     span: Span
 
 
-Statement = Let | LetPair | Store | Reduce | Return
+@attrs.frozen
+class Keep:
+    """`save name, ...` or `recompute name, ...`"""
+
+    how: str
+    names: tuple[Word, ...]
+    span: Span
+
+
+@attrs.frozen
+class Return:
+    """`return value` or `return (value, ...)`, the last statement of a block that computes values."""
+
+    values: tuple[Expression, ...]
+    span: Span
+
+
+Statement = Let | LetTuple | Store | Reduce | Fold | Keep | Return
 
 
 @attrs.frozen
@@ -162,6 +193,51 @@ class Function:
     name: Word
     params: tuple[Word, ...]
     statements: tuple[Statement, ...]
+    end: Span
+
+
+@attrs.frozen
+class Typed:
+    """`name` or `name: dtype`"""
+
+    name: Word
+    dtype: Word | None
+
+
+@attrs.frozen
+class Carried:
+    """`name: dtype = initial`"""
+
+    name: Word
+    dtype: Word | None
+    initial: Expression
+
+
+@attrs.frozen
+class Carry:
+    """`carry name = initial, ...`; `word` need not be `carry`."""
+
+    word: Word
+    carried: tuple[Carried, ...]
+
+
+@attrs.frozen
+class Clause:
+    """`word (names) { statements }`, or without names; `= results` is a block that returns them."""
+
+    word: Word
+    names: tuple[Word, ...] | None
+    statements: tuple[Statement, ...]
+    end: Span
+
+
+@attrs.frozen
+class State:
+    """A `state` definition.  `clauses` holds whatever is written; see states.py for the rules."""
+
+    name: Word
+    inputs: tuple[Typed, ...]
+    clauses: tuple[Carry | Clause, ...]
     end: Span
 
 
@@ -176,4 +252,40 @@ class Epilogue:
     end: Span
 
 
-Definition = Function | Epilogue
+@attrs.frozen
+class Import:
+    """`import "file"` with the text between the quotes, or `import name` of the standard library."""
+
+    target: Word
+    quoted: bool
+    span: Span
+
+
+Definition = Function | State | Epilogue
+
+
+def walk(root: Expression) -> Iterator[Expression]:
+    """All parts of an expression, from left to right, each before its operands."""
+    stack = [root]
+    while stack:
+        part = stack.pop()
+        yield part
+        if isinstance(part, Apply | Call):
+            stack.extend(reversed(value_operands(part)))
+
+
+def value_operands(part: Apply | Call) -> tuple[Expression, ...]:
+    """The operands that are values: the second of `cast(x, bf16)` is not."""
+    return part.operands[:1] if isinstance(part, Call) and part.function.text == "cast" else part.operands
+
+
+def expressions(statement: Statement) -> tuple[Expression, ...]:
+    """The expressions that a statement evaluates; a store without a value has its name."""
+    if isinstance(statement, Return):
+        return statement.values
+    if isinstance(statement, Keep):
+        return tuple(Name(n.text, n.span) for n in statement.names)
+    if isinstance(statement, Store) and statement.value is None:
+        return (Name(statement.name.text, statement.name.span),)
+    assert statement.value is not None
+    return (statement.value,)
