@@ -317,3 +317,28 @@ def test_a_reader_that_goes_away():
     command = f"{sys.executable} -m codalang grad swiglu | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr and done.stdout.endswith("1\n")
+
+
+# --- explain ----------------------------------------------------------------------------------------------------------
+
+
+def test_explain_says_what_is_moved_kept_and_scheduled(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "scaled_swiglu", "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)["epilogues"]
+    assert report["forward"]["stores"] == {"y": 1.0, "saved_acc": 2.0}
+    assert report["backward"]["loads"] == {"d_y": 1.0, "saved_acc": 2.0}
+    assert report["backward"]["bytes_per_element"] == 5.0
+    assert report["forward"]["primitives"]["tile store"] == 2
+    assert {k["value"]: k["how"] for k in report["kept"]}["acc"] == "saved"
+    assert report["forward"]["kernel"]["shared_bytes"] <= 232_448
+    assert main(["explain", "residual_rms"]) == 0
+    text = capsys.readouterr().out
+    assert "loaded: the forward stores it anyway" in text
+    assert "kernel     hosted on plain tensors" in text
+
+
+def test_explain_of_an_epilogue_without_a_gradient(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "still.coda"
+    path.write_text("epilogue still(acc: tile[M, N]) { store y: tile[M, N] = stop_gradient(acc) }\n")
+    assert main(["explain", str(path)]) == 0
+    assert "no backward: every gradient is zero" in capsys.readouterr().out

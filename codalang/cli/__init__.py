@@ -4,6 +4,7 @@
     fmt      rewrite in the canonical format, comments kept                text.py
     grad     print the derived backward                                    text.py
     emit     print a stage: IR, backward, CuTe DSL, PTX                    kernels.py
+    explain  what a program moves, keeps and computes                      explain.py
     compile  to an object for sm_90a, with the device compiler's report    kernels.py
     run      on random inputs, against the reference in float64            trial.py
 
@@ -92,7 +93,7 @@ def _red(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from codalang.cli import kernels, text, trial
+    from codalang.cli import explain, kernels, text, trial
 
     parser = argparse.ArgumentParser(
         prog="codalang",
@@ -101,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"codalang {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (text, kernels, trial):
+    for module in (text, kernels, explain, trial):
         module.add_commands(commands)
     return parser
 

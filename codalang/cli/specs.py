@@ -18,7 +18,7 @@ import attrs
 
 from codalang.autodiff import Derivative
 from codalang.errors import CodaCallError
-from codalang.ir.epilogue import Epilogue, Output, Param, Store
+from codalang.ir.epilogue import Epilogue, Output, Param
 from codalang.ir.types import Kind
 from codalang.lower.plan import choose
 from codalang.lower.spec import KernelSpec, Operand, loaded_params
@@ -73,10 +73,10 @@ def _gradient_dtypes(derivative: Derivative, dtypes: Mapping[str, str], dtype: s
 def param_dtype(param: Param, dtype: str) -> str:
     """By the table above."""
     if param.dtype is not None:
-        return param.dtype
+        return "i32" if (param.dtype, param.type.kind) == ("i64", Kind.TILE) else param.dtype
     return {Kind.TILE: dtype, Kind.ROW: dtype, Kind.COL: "f32", Kind.SCALAR: "number"}[param.type.kind]
 
 
 def output_dtype(output: Output, dtype: str) -> str:
     """By the table above."""
-    return output.dtype or (dtype if isinstance(output, Store) else "f32")
+    return output.dtype or (dtype if output.type.kind is Kind.TILE else output.type.dtype.value)

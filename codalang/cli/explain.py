@@ -1,0 +1,167 @@
+"""`codalang explain`: what a program costs, and why: primitives, bytes moved, what is kept, and the kernels' plans.
+
+For each epilogue, of the forward as it runs when a gradient is wanted and of the derived backward:
+
+    primitives   how many of each of the five kinds of work the body does
+    loads/stores activation-sized tensors, in bytes per element of [M, N]
+    kept         what the backward needs of the forward, and how each value gets there
+    kernel       tile, schedule, stages, shared memory, estimated registers
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from codalang.autodiff import Derivative
+from codalang.cli import OK, add_program, print_json
+from codalang.cli.kernels import COLUMNS, DEPTH, ROWS
+from codalang.cli.programs import chosen, load_program
+from codalang.cli.specs import DTYPES, backward_spec, forward_spec
+from codalang.cli.text import derived
+from codalang.errors import CodaError
+from codalang.ir.epilogue import Epilogue, State, Store
+from codalang.ir.simplify import simplify
+from codalang.ir.types import Kind
+from codalang.lower.plan import registers, shared_bytes
+from codalang.lower.spec import DTYPE_BYTES, KernelSpec
+
+
+def add_commands(commands: Any) -> None:
+    """Declare the command."""
+    explain = commands.add_parser("explain", help="what a program moves, keeps and computes, and how it is scheduled")
+    add_program(explain)
+    explain.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the matmul (default: bf16)")
+    for name, default in (("rows", ROWS), ("columns", COLUMNS), ("depth", DEPTH)):
+        explain.add_argument(f"--{name}", type=int, default=default, help=f"of the matmul (default: {default})")
+    explain.set_defaults(command=run_explain)
+
+
+def run_explain(options: argparse.Namespace) -> int:
+    """`codalang explain`."""
+    reports = [_explain(epilogue, options) for epilogue in chosen(load_program(options.program), options.name)]
+    if options.json:
+        print_json(True, epilogues=reports)
+    else:
+        print("\n\n".join("\n".join(_lines(report)) for report in reports))
+    return OK
+
+
+def _explain(epilogue: Epilogue, options: argparse.Namespace) -> dict[str, Any]:
+    try:
+        derivative = derived(epilogue)
+    except CodaError as error:  # not differentiable: the forward is explained all the same
+        return {"name": epilogue.name, "forward": _forward(simplify(epilogue), options), "backward": None,
+                "no_backward": error.message, "kept": []}  # fmt: skip
+    backward = derivative.backward
+    return {
+        "name": epilogue.name,
+        "forward": _forward(derivative.forward, options),
+        "backward": _part(backward, backward_spec(derivative, options.dtype)) if backward.outputs else None,
+        "no_backward": None if backward.outputs else "every gradient is zero",
+        "kept": _kept(derivative),
+    }
+
+
+def _forward(epilogue: Epilogue, options: argparse.Namespace) -> dict[str, Any]:
+    spec = forward_spec(epilogue, options.dtype, options.rows, options.columns, options.depth)
+    return _part(epilogue, spec)
+
+
+def _part(epilogue: Epilogue, spec: KernelSpec) -> dict[str, Any]:
+    """One kernel's facts."""
+    loads = {p.name: _bytes(p.type.width, dtype) for p, dtype in spec.inputs if p.type.kind is Kind.TILE}
+    stores = {s.name: _bytes(s.type.width, dtype) for s, dtype in spec.stores}
+    return {
+        "name": epilogue.name,
+        "primitives": dict(_primitives(epilogue)),
+        "loads": loads,
+        "stores": stores,
+        "bytes_per_element": sum(loads.values()) + sum(stores.values()),
+        "kernel": _kernel(spec),
+    }
+
+
+def _bytes(width: Any, dtype: str) -> float:
+    """Bytes per element of [M, N]."""
+    return float(width) * DTYPE_BYTES[dtype]
+
+
+def _primitives(epilogue: Epilogue) -> Counter[str]:
+    """How often the body does each of the five kinds of work."""
+    counts: Counter[str] = Counter()
+    for param in epilogue.params[1:]:
+        counts["tile load" if param.type.kind is Kind.TILE else "vector load"] += 1
+    for node in epilogue.nodes:
+        if node.op not in ("param", "const"):
+            counts["map"] += 1
+    for output in epilogue.outputs:
+        if isinstance(output, Store):
+            counts["tile store" if output.type.kind is Kind.TILE else "vector store"] += 1
+        else:
+            counts["stateful transform" if isinstance(output, State) else "tile reduction"] += 1
+    return counts
+
+
+def _kernel(spec: KernelSpec) -> dict[str, Any] | None:
+    config = spec.config
+    if config is None:
+        return None
+    return {
+        "tile": list(config.tile),
+        "cluster": list(config.cluster),
+        "schedule": "ping-pong" if config.ping_pong else "cooperative",
+        "stages": config.stages,
+        "shared_bytes": shared_bytes(spec, config),
+        "registers": registers(spec, config),
+    }
+
+
+def _kept(derivative: Derivative) -> list[dict[str, Any]]:
+    """Each value that the backward needs: where it comes from, and the bytes per element that it costs."""
+    return [
+        {"value": d.value, "how": d.how, "load_bytes": 2 * float(d.load), "store_bytes": 2 * float(d.store)}
+        for d in derivative.plan
+    ]
+
+
+_WORDS = {
+    "param": "loaded: it is an input of the forward",
+    "output": "loaded: the forward stores it anyway",
+    "saved": "saved: an extra store of the forward",
+    "recomputed": "recomputed from what is loaded",
+}
+
+
+def _lines(report: dict[str, Any]) -> Iterator[str]:
+    yield report["name"]
+    yield from _part_lines("forward", report["forward"])
+    yield "  kept for the backward"
+    for kept in report["kept"]:
+        moved = kept["load_bytes"] + kept["store_bytes"]
+        yield f"    {kept['value']:<16} {_WORDS.get(kept['how'], kept['how'])}; {moved:g} bytes per element"
+    if not report["kept"]:
+        yield "    nothing that is activation-sized"
+    if report["backward"]:
+        yield from _part_lines("backward", report["backward"])
+    else:
+        yield f"  no backward: {report['no_backward']}"
+
+
+def _part_lines(title: str, part: dict[str, Any]) -> Iterator[str]:
+    yield f"  {title} `{part['name']}`: {part['bytes_per_element']:g} bytes per element of [M, N] beside the matmul"
+    for kind in ("loads", "stores"):
+        if part[kind]:
+            yield f"    {kind:<10} " + ", ".join(f"{name} ({size:g})" for name, size in part[kind].items())
+    yield "    primitives " + ", ".join(f"{count} {name}" for name, count in sorted(part["primitives"].items()))
+    kernel = part["kernel"]
+    if kernel:
+        tile, cluster = ("x".join(map(str, kernel[k])) for k in ("tile", "cluster"))
+        yield (
+            f"    kernel     {tile} {kernel['schedule']}, cluster {cluster}, {kernel['stages']} stages, "
+            f"{kernel['shared_bytes']} bytes of shared memory, about {kernel['registers']} registers per thread"
+        )
+    else:
+        yield "    kernel     hosted on plain tensors: no mainloop"
