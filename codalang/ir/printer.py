@@ -1,80 +1,150 @@
 """IR -> .coda text that parses back to an equal IR.
 
-What is written as what:
-
-    a value with a name hint, or used more than once   let name = ...
-    even(x) and odd(x)                                 let (gate, up) = split(x), `_` for a half that nobody uses
-    any other value                                    in place, with the parentheses that its tree needs
-    a constant                                         in place: 2, 0.5, 1e-05, -inf, nan, true
-
-Floating-point operators do not associate, so `a - (b - c)` and `a + (b + c)` keep their parentheses.  `-1` is the
-constant, `-(1)` the negation of a constant.  Names are those of the hints, made unique; printing what was parsed from
-printed text gives the same text.
+An epilogue is its parameters, its values (graph_text.py) and its outputs, after the definitions of the states that it
+uses and that are not built in.  Names are those of the hints, made unique; printing what was parsed from printed text
+gives the same text.
 """
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
-from codalang.ir.epilogue import Epilogue, Node, Output, Param, Store
+from codalang.ir.builtin_states import BUILTIN_STATES
+from codalang.ir.epilogue import Epilogue, Output, Param, Reduce, State, Store
+from codalang.ir.graph_text import GraphText, print_number
 from codalang.ir.module import Module
 from codalang.ir.names import DISCARD, Namer, default_dims
-from codalang.ir.ops import OPS
-from codalang.ir.types import show_shape
+from codalang.ir.states import Function, Named, StateDef
+from codalang.ir.types import Dtype, show_shape
+
+__all__ = ["print_epilogue", "print_module", "print_number", "print_state"]
 
 INDENT = "    "
 LINE_WIDTH = 110
 
-_CALL_ARGUMENT = 0
-_COMPARISON = OPS["lt"].precedence
-_SIGN = OPS["neg"].precedence
-
 
 def print_module(module: Module) -> str:
-    """All epilogues of a module as .coda text; its `fn`s are inlined already."""
-    return "\n".join(print_epilogue(e) for e in module.epilogues.values())
+    """All states and epilogues of a module as .coda text; its `fn`s are inlined already."""
+    return _print(list(module.states.values()), list(module.epilogues.values()))
 
 
 def print_epilogue(epilogue: Epilogue) -> str:
     """One epilogue as .coda text that ends with a newline.  The epilogue must pass `verify`."""
-    return _Printer(epilogue).print()
+    return _print([], [epilogue])
 
 
-def print_number(value: float | bool) -> str:
-    """A constant as it is written in the language; reading it back gives the same bits (but for a nan's payload)."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    text = repr(value)
-    return text.removesuffix(".0")
+def print_state(definition: StateDef) -> str:
+    """One state definition as .coda text that ends with a newline."""
+    return "\n".join([*_state_lines(definition, definition.name), ""])
+
+
+def _print(states: list[StateDef], epilogues: list[Epilogue]) -> str:
+    used = [s.definition for e in epilogues for s in e.states]
+    names = _state_names([*states, *used], {e.name for e in epilogues})
+    texts = [
+        "\n".join([*_state_lines(d, name), ""])
+        for d, name in names.items()
+        if d in states or BUILTIN_STATES.get(name) != d
+    ]
+    return "\n".join([*texts, *(_Printer(e, names).print() for e in epilogues)])
+
+
+def _state_names(definitions: Iterable[StateDef], taken: set[str]) -> dict[StateDef, str]:
+    """A name for each of the definitions, equal ones once.  Built-in ones keep theirs."""
+    different = list(dict.fromkeys(definitions))
+    names = {d: d.name for d in different if BUILTIN_STATES.get(d.name) == d and d.name not in taken}
+    namer = Namer(taken | set(names.values()))
+    return {d: names[d] if d in names else namer.fresh(d.name) for d in different}
+
+
+# States
+
+
+def _state_lines(definition: StateDef, name: str) -> Iterator[str]:
+    inputs = ", ".join(_typed(*i) for i in definition.inputs)
+    yield f"state {name}({inputs}) {{"
+    carried = (
+        f"{_typed(*c)} = {print_number(start)}"
+        for c, start in zip(definition.carried, definition.initial, strict=True)
+    )
+    yield f"{INDENT}carry {', '.join(carried)}"
+    indices = [dtype is Dtype.I32 for _, dtype in definition.carried]
+    yield from _block("update", definition.update, indices)
+    yield from _block("merge", definition.merge, indices)
+    results = ", ".join(name for name, _ in definition.results)
+    yield from _clause(f"finalize ({results})", definition.finalize, [False] * len(definition.results))
+    if definition.vjp is not None:
+        floats = [name for name, dtype in definition.inputs if dtype is Dtype.F32]
+        yield from _clause(f"vjp ({', '.join(floats)})", definition.vjp, [False] * len(floats))
+    yield "}"
+
+
+def _typed(name: str, dtype: Dtype) -> str:
+    return name if dtype is Dtype.F32 else f"{name}: {dtype.value}"
+
+
+def _clause(head: str, function: Function, indices: list[bool]) -> Iterator[str]:
+    lets, results = _function_text(function, indices)
+    if lets:
+        yield from _block(head, function, indices)
+    else:
+        yield f"{INDENT}{head} = ({', '.join(results)})"
+
+
+def _block(head: str, function: Function, indices: list[bool]) -> Iterator[str]:
+    lets, results = _function_text(function, indices)
+    yield f"{INDENT}{head} {{"
+    for line in lets:
+        yield 2 * INDENT + line
+    returned = results[0] if len(results) == 1 else f"({', '.join(results)})"
+    yield f"{2 * INDENT}return {returned}"
+    yield INDENT + "}"
+
+
+def _function_text(function: Function, indices: list[bool]) -> tuple[list[str], list[str]]:
+    """The `let`s of a function and its results.  `indices`: which result's place says that it is an index."""
+    uses = [0] * len(function.nodes)
+    for index in [*(a for n in function.nodes for a in n.args), *function.results]:
+        uses[index] += 1
+    text = GraphText(function.nodes, uses, Namer(_names(function.params)))
+    lets = []
+    for index in range(len(function.nodes)):
+        let = text.let(index)
+        if let is not None:
+            lets.append(let[0])
+    return lets, [text.expression(r, place) for r, place in zip(function.results, indices, strict=True)]
+
+
+def _names(params: Named) -> list[str]:
+    return [name for name, _ in params]
+
+
+# Epilogues
 
 
 class _Printer:
-    def __init__(self, epilogue: Epilogue) -> None:
+    def __init__(self, epilogue: Epilogue, state_names: dict[StateDef, str]) -> None:
         self.epilogue = epilogue
-        self.uses = epilogue.uses()
-        self.halves = _pair_halves(epilogue, self.uses)
-        for pair in set(self.halves.values()):
-            if None not in pair:  # two halves are one use, in one `split`
-                self.uses[epilogue.nodes[pair[0] or 0].args[0]] -= 1
-        self.namer = Namer({p.name for p in epilogue.params} | {o.name for o in epilogue.outputs} | set(epilogue.dims))
+        self.state_names = state_names
+        namer = Namer({p.name for p in epilogue.params} | {o.name for o in epilogue.outputs} | set(epilogue.dims))
         # A value that is stored may take its output's name, where no parameter has it.
-        self.stored_as: dict[int, list[str]] = {}
-        for store in epilogue.stores:
-            if not epilogue.has_param(store.name):
-                self.stored_as.setdefault(store.value, []).append(store.name)
-        self.names: dict[int, str] = {}
-        for index, node in enumerate(epilogue.nodes):
-            if node.op == "param":
-                self.names[index] = str(node.attr)
+        stored_as: dict[int, list[str]] = {}
+        for output in epilogue.outputs:
+            if isinstance(output, Store) and not epilogue.has_param(output.name):
+                stored_as.setdefault(output.value, []).append(output.name)
+        self.kept = {k.value: k.how for k in epilogue.keeps}
+        self.text = GraphText(
+            epilogue.nodes, epilogue.uses(), namer, stored_as=stored_as, named=frozenset(self.kept)
+        )
 
     def print(self) -> str:
         lines = [self._header()]
         done = 0
-        for output in self.epilogue.outputs:
-            while done <= output.value:
+        for outputs in _statements(self.epilogue.outputs):
+            while done <= max(outputs[0].values):
                 lines += self._let(done)
                 done += 1
-            lines.append(INDENT + self._output(output))
+            lines.append(INDENT + self._output(outputs))
         return "\n".join([*lines, "}", ""])
 
     def _header(self) -> str:
@@ -83,110 +153,63 @@ class _Printer:
         rows = e.dims[0] if any(t.kind.has_rows for t in types) else None
         columns = e.dims[1] if any(t.kind.has_columns for t in types) else None
         dims = "" if default_dims(rows, columns) == e.dims else f"[{e.dims[0]}, {e.dims[1]}]"
-        params = [self._param(p) for p in e.params]
+        params = [f"{p.name}: {self._declared(p)}" for p in e.params]
         line = f"epilogue {e.name}{dims}({', '.join(params)}) {{"
         if len(line) <= LINE_WIDTH:
             return line
         return "\n".join([f"epilogue {e.name}{dims}(", *(f"{INDENT}{p}," for p in params), ") {"])
-
-    def _param(self, param: Param) -> str:
-        return f"{param.name}: {self._declared(param)}"
 
     def _declared(self, what: Param | Output) -> str:
         shape = show_shape(what.type.kind, what.type.width, self.epilogue.dims)
         return shape + (f": {what.dtype}" if what.dtype else "")
 
     def _let(self, index: int) -> list[str]:
-        """The line that names a node, if it is to have a name and has none yet."""
-        node = self.epilogue.nodes[index]
-        if index in self.names or node.op == "const" or self.uses[index] == 0:
-            return []
-        if node.op in ("even", "odd"):
-            return [f"{INDENT}let ({self._split_names(index)}) = split({self._expression(node.args[0])})"]
-        if node.hint is None and self.uses[index] == 1:
-            return []
-        text = self._expression(index)  # before the node has its name
-        return [f"{INDENT}let {self._name(index)} = {text}"]
+        """The line that names a node, if it is to have a name, and those that say whether it is saved."""
+        let = self.text.let(index)
+        is_param = self.epilogue.nodes[index].op == "param"
+        line, named = let if let is not None else ("", (index,) if is_param else ())
+        keeps = [f"{self.kept[v]} {self.text.names[v]}" for v in named if v in self.kept]
+        return [INDENT + text for text in (line, *keeps) if text]
 
-    def _split_names(self, index: int) -> str:
-        names = [DISCARD if half is None else self._name(half) for half in self.halves[index]]
-        return ", ".join(names)
+    def _output(self, outputs: Sequence[Output]) -> str:
+        output = outputs[0]
+        if isinstance(output, State):
+            return self._state(outputs)
+        value = self.text.expression(output.value)
+        if isinstance(output, Reduce):
+            return f"reduce {output.name}: {self._declared(output)} = {output.how}({value})"
+        head = f"store {output.name}: {self._declared(output)}"
+        return head if self.text.names.get(output.value) == output.name else f"{head} = {value}"
 
-    def _name(self, index: int) -> str:
-        wanted = self.epilogue.nodes[index].hint
-        outputs = self.stored_as.get(index, [])
-        if wanted in outputs or (wanted is None and outputs):
-            # The output's name is free for one value only: the first that is stored under it.
-            name = wanted if wanted is not None else outputs[0]
-        else:
-            name = self.namer.fresh(wanted) if wanted is not None else self.namer.numbered("t")
-        self.names[index] = name
-        return name
-
-    def _output(self, output: Output) -> str:
-        keyword, how = ("store", "") if isinstance(output, Store) else ("reduce", output.how)
-        head = f"{keyword} {output.name}: {self._declared(output)}"
-        if not how and self.names.get(output.value) == output.name:
-            return head
-        value = self._expression(output.value)
-        return f"{head} = {how}({value})" if how else f"{head} = {value}"
-
-    def _expression(self, root: int) -> str:
-        """The text of a value: its name, or its op over the texts of its operands."""
-        pieces: list[str] = []
-        todo: list[str | tuple[int, int]] = [(root, 0)]
-        while todo:
-            item = todo.pop()
-            if isinstance(item, str):
-                pieces.append(item)
-            else:
-                todo.extend(reversed(self._pieces(*item)))
-        return "".join(pieces)
-
-    def _pieces(self, index: int, binding: int) -> list[str | tuple[int, int]]:
-        """One level of an expression, in parentheses where it binds less tightly than its place asks for."""
-        node = self.epilogue.nodes[index]
-        if index in self.names:
-            return [self.names[index]]
-        if node.op == "const":
-            return [print_number(node.attr)]  # type: ignore[arg-type]
-        info = OPS[node.op]
-        if info.infix is None:
-            return _call(node)
-        inner = self._prefix(node) if len(node.args) == 1 else _infix(node)
-        return ["(", *inner, ")"] if info.precedence < binding else inner
-
-    def _prefix(self, node: Node) -> list[str | tuple[int, int]]:
-        operand = self.epilogue.nodes[node.args[0]]
-        if node.op == "not":
-            return ["not ", (node.args[0], OPS["not"].precedence)]
-        if operand.op == "const" and not print_number(operand.attr).startswith("-"):  # type: ignore[arg-type]
-            return ["-(", (node.args[0], _CALL_ARGUMENT), ")"]
-        return ["-", (node.args[0], _SIGN)]
+    def _state(self, outputs: Sequence[Output]) -> str:
+        first = outputs[0]
+        assert isinstance(first, State)
+        name_of = {o.result: o.name for o in outputs if isinstance(o, State)}
+        names = [name_of.get(result, DISCARD) for result in range(max(name_of) + 1)]
+        shown = names[0] if len(names) == 1 else f"({', '.join(names)})"
+        values = ", ".join(
+            self.text.expression(value, dtype is Dtype.I32)
+            for value, (_, dtype) in zip(first.values, first.definition.inputs, strict=True)
+        )
+        return f"state {shown}: {self._declared(first)} = {self.state_names[first.definition]}({values})"
 
 
-def _call(node: Node) -> list[str | tuple[int, int]]:
-    pieces: list[str | tuple[int, int]] = [f"{node.op}("]
-    for position, arg in enumerate(node.args):
-        pieces += [", "] * (position > 0) + [(arg, _CALL_ARGUMENT)]
-    return [*pieces, ")"]
+def _statements(outputs: Sequence[Output]) -> Iterator[list[Output]]:
+    """The outputs by statement: neighbouring results of one stateful transform, in order, are one."""
+    together: list[Output] = []
+    for output in outputs:
+        if together and not _continues(together[-1], output):
+            yield together
+            together = []
+        together.append(output)
+    yield together
 
 
-def _infix(node: Node) -> list[str | tuple[int, int]]:
-    """`a op b`: all operators group to the left, comparisons do not group at all."""
-    info = OPS[node.op]
-    left = info.precedence + (info.precedence == _COMPARISON)
-    return [(node.args[0], left), f" {info.infix} ", (node.args[1], info.precedence + 1)]
-
-
-def _pair_halves(epilogue: Epilogue, uses: list[int]) -> dict[int, tuple[int | None, int | None]]:
-    """For each even or odd node, the two nodes that one `split` names: the n-th even and the n-th odd of a value."""
-    halves: dict[int, tuple[list[int], list[int]]] = {}
-    for index, node in enumerate(epilogue.nodes):
-        if node.op in ("even", "odd") and uses[index]:
-            halves.setdefault(node.args[0], ([], []))[node.op == "odd"].append(index)
-    pairs: dict[int, tuple[int | None, int | None]] = {}
-    for evens, odds in halves.values():
-        for pair in itertools.zip_longest(evens, odds):
-            pairs.update({half: pair for half in pair if half is not None})
-    return pairs
+def _continues(last: Output, output: Output) -> bool:
+    """Can a result of a state stand in the same statement as the one before it?"""
+    if not (isinstance(last, State) and isinstance(output, State)):
+        return False
+    same_dtype = last.dtype == output.dtype and (output.dtype is None or last.type.dtype is output.type.dtype)
+    same_shape = (last.type.kind, last.type.width) == (output.type.kind, output.type.width)
+    same_fold = last.values == output.values and last.definition == output.definition
+    return same_dtype and same_shape and same_fold and last.result < output.result

@@ -33,9 +33,11 @@ class Function:
     results: tuple[int, ...]
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class StateDef:
     """A stateful transform.
+
+    Two definitions are equal where they fold alike, whatever they are called.
 
     Attributes:
         inputs: what is folded, per element.
@@ -48,7 +50,7 @@ class StateDef:
             the state has no derivative.
     """
 
-    name: str
+    name: str = attrs.field(eq=False)
     inputs: Named
     carried: Named
     initial: tuple[float | int, ...]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from codalang.errors import CodaTypeError, Loc
 from codalang.ir.build import EpilogueBuilder
 from codalang.ir.epilogue import Epilogue
-from codalang.ir.names import default_dims
+from codalang.ir.names import DISCARD, default_dims
 from codalang.ir.states import StateDef
 from codalang.ir.types import INTEGER_DTYPES, PARAM_DTYPES, STORAGE_DTYPES, WIDTHS, Dtype, Kind, ValueType, register_dtype
 from codalang.parser import syntax
@@ -217,14 +217,15 @@ class _Elaborator:
         ]
         type_ = self._declared(statement.names[0], statement.shape, "state", "col[M]")
         names = [n.text for n in statement.names]
-        dtype = self._result_dtype(statement.dtype, definition, len(names))
+        dtype = self._result_dtype(statement.dtype, definition, names)
         loc = self._where(statement)
         spans = [(v, operand.span) for v, operand in zip(values, call.operands, strict=True)]
         self._fitting(spans, lambda: self.builder.state(names, values, type_, definition, dtype, loc))
 
-    def _result_dtype(self, word: Word | None, definition: StateDef, count: int) -> str | None:
+    def _result_dtype(self, word: Word | None, definition: StateDef, names: list[str]) -> str | None:
         """An annotation that suits every result that is named."""
-        dtypes = {dtype for _, dtype in definition.results[:count]}
+        named = zip(names, definition.results, strict=False)  # too many names are an error of their own
+        dtypes = {dtype for name, (_, dtype) in named if name != DISCARD}
         if word is not None and len(dtypes) > 1:
             raise CodaTypeError(
                 f"`{shorten(word.text)}` cannot be the dtype of all results of `{shorten(definition.name)}`",
