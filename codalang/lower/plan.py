@@ -31,7 +31,7 @@ CONSUMER_WARPS = 8
 SLAB_ROWS = 16
 SMS = 132  # of an H100 or H200 SXM
 HOSTED_ROWS = 64  # rows of a hosted kernel's tile
-CONSUMER_REGISTERS = 232  # per thread of a consumer warpgroup
+CONSUMER_REGISTERS = 240  # estimated, per thread of a consumer warpgroup: above it kernels were seen to spill
 TEMPORARY_REGISTERS = 20
 MULTIPLIES_PER_CYCLE = 2048  # of one SM: dense bf16 or f16 wgmma
 
@@ -127,9 +127,10 @@ def _configurations(spec: KernelSpec, tiling: Tiling) -> Iterator[Config]:
         config = Config(tiling.tile, tiling.cluster, tiling.ping_pong, 0, subtile, loads, stores)
         left = SMEM_CAPACITY - shared_bytes(spec, config)
         stages = min(MAX_STAGES, left // ring_stage_bytes(tiling.tile))
-        if stages >= tiling.least_stages or (
-            stages >= 2 and (subtile, loads, stores) == (max(16, narrow), has_loads, has_stores)
-        ):
+        if registers(spec, config) > CONSUMER_REGISTERS:
+            continue
+        is_last = (subtile, loads, stores) == (max(16, narrow), has_loads, has_stores)
+        if stages >= tiling.least_stages or (stages >= 2 and is_last):
             yield attrs.evolve(config, stages=stages)
             return
 
