@@ -16,8 +16,11 @@ from torch import Tensor
 
 from codalang.autodiff import Derivative
 from codalang.ir import reference
-from codalang.ir.epilogue import Epilogue, Node
-from codalang.ir.types import Dtype
+from codalang.ir.bind import Call, bind
+from codalang.ir.epilogue import Epilogue, Node, Output, Reduce, State, Store
+from codalang.ir.evaluate import Context, evaluate_function, evaluate_node
+from codalang.ir.fold import FOLDED_AXES, REDUCTION_FUNCTIONS, folded
+from codalang.ir.types import Dtype, Kind
 
 Tensors = dict[str, Tensor]
 Extents = tuple[int, int]
@@ -27,21 +30,25 @@ def autograd(
     epilogue: Epilogue, inputs: Mapping[str, Tensor], cotangents: Mapping[str, Tensor], extents: Extents
 ) -> Tensors:
     """The gradient of every parameter by torch.autograd; zeros where none flows.  A missing cotangent is zero."""
-    leaves = {name: value.detach().requires_grad_() for name, value in inputs.items()}
+    leaves = {name: as_leaf(value) for name, value in inputs.items()}
     outputs = reference.run(epilogue, leaves, extents=extents)
     chosen = [name for name in outputs if name in cotangents and outputs[name].requires_grad]
-    if not chosen:
-        return {name: torch.zeros_like(value) for name, value in inputs.items()}
-    found = torch.autograd.grad(
-        [outputs[name] for name in chosen],
-        list(leaves.values()),
-        [cotangents[name] for name in chosen],
-        allow_unused=True,
-    )
-    return {
-        name: torch.zeros_like(value) if grad is None else grad
-        for (name, value), grad in zip(leaves.items(), found, strict=True)
-    }
+    gradients = {name: torch.zeros_like(value) for name, value in inputs.items()}
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    if chosen and wanted:
+        found = torch.autograd.grad(
+            [outputs[name] for name in chosen],
+            list(wanted.values()),
+            [cotangents[name] for name in chosen],
+            allow_unused=True,
+        )
+        gradients |= {name: grad for name, grad in zip(wanted, found, strict=True) if grad is not None}
+    return gradients
+
+
+def as_leaf(value: Tensor) -> Tensor:
+    """A copy that requires a gradient, where it is of floats."""
+    return value.detach().clone().requires_grad_(value.is_floating_point())
 
 
 def backward_inputs(
@@ -74,54 +81,81 @@ def absolute_contributions(
 ) -> Tensors:
     """For each parameter, elementwise, the sum of the absolute contributions to its gradient."""
     rows, columns = extents
-    values = _values(epilogue, inputs)
+    call = bind(epilogue, inputs, torch.float64, extents)
+    values = _values(epilogue, call)
     # Per node [M, w*N], or [M, 1] summed over the columns for what has none.
     totals = [torch.zeros(rows, _columns(node, columns), dtype=torch.float64) for node in epilogue.nodes]
     for output in epilogue.outputs:
         if output.name in cotangents:
-            cotangent = cotangents[output.name].abs()
-            if output.type.kind.has_rows and not output.type.kind.has_columns:
-                cotangent = cotangent.unsqueeze(1)
-            wide = cotangent.expand(rows, int(epilogue.domain_width(output) * columns))
-            totals[output.value] += _folded(epilogue.nodes[output.value], wide)
+            for value, wide in _seeds(epilogue, output, values, cotangents[output.name], call.whole):
+                totals[value] += _folded(epilogue.nodes[value], wide)
     result = {name: torch.zeros_like(value) for name, value in inputs.items()}
     for index in reversed(range(len(epilogue.nodes))):
         node = epilogue.nodes[index]
+        if node.type.dtype is not Dtype.F32:
+            continue
         if node.op == "param":
             total = totals[index] if node.type.kind.has_rows else totals[index].sum(0)
             result[str(node.attr)] = total.reshape(inputs[str(node.attr)].shape)
-        elif node.op != "const" and node.type.dtype is Dtype.F32:
-            for arg, part in zip(node.args, _parts(epilogue, node, values, totals[index]), strict=True):
+        elif node.op != "const":
+            for arg, part in zip(node.args, _parts(epilogue, node, values, totals[index], call.whole), strict=True):
                 if part is not None:
                     totals[arg] += _folded(epilogue.nodes[arg], part)
     return result
 
 
-def _values(epilogue: Epilogue, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+def _values(epilogue: Epilogue, call: Call) -> list[Tensor]:
     """The value of every node, in the shape of its kind."""
     values: list[Tensor] = []
     for node in epilogue.nodes:
         if node.op == "param":
-            value = inputs[str(node.attr)].double()
-            is_col = node.type.kind.has_rows and not node.type.kind.has_columns
-            values.append(value.unsqueeze(1) if is_col else value)
-        elif node.op == "const":
-            values.append(torch.tensor(node.attr, dtype=torch.bool if isinstance(node.attr, bool) else torch.float64))
+            values.append(call.values[str(node.attr)])
         else:
-            values.append(reference.OP_FUNCTIONS[node.op](*(values[a] for a in node.args)))
+            values.append(evaluate_node(node, [values[a] for a in node.args], call.whole))
     return values
 
 
-def _parts(epilogue: Epilogue, node: Node, values: list[Tensor], total: Tensor) -> list[Tensor | None]:
+def _seeds(
+    epilogue: Epilogue, output: Output, values: list[Tensor], cotangent: Tensor, context: Context
+) -> list[tuple[int, Tensor]]:
+    """|derivative of an output| * |its cotangent|, on the output's whole domain, for each value that it is made of."""
+    shape = (len(context.rows), int(epilogue.domain_width(output) * len(context.columns)))
+    operands = [values[v].expand(shape).clone() for v in output.values]
+    wanted = {
+        value: operand.requires_grad_()
+        for value, operand in zip(output.values, operands, strict=True)
+        if operand.is_floating_point()
+    }
+    kind = output.type.kind
+    if isinstance(output, Store):
+        first = operands[0] if kind.has_rows else operands[0][0]
+        result = first if kind.has_columns else first[..., 0]
+    elif isinstance(output, Reduce):
+        result = REDUCTION_FUNCTIONS[output.how](operands[0], FOLDED_AXES[kind])
+    else:
+        carried = folded(output.definition, operands, FOLDED_AXES[kind], context)
+        result = evaluate_function(output.definition.finalize, carried, context)[output.result]
+    if not result.requires_grad:
+        return []
+    found = torch.autograd.grad(result, list(wanted.values()), cotangent.abs(), allow_unused=True)
+    # What a `vjp` subtracts before it multiplies is of the order of its inputs, which are of the order of 1.
+    floor = _wide(cotangent, kind, shape).abs() if isinstance(output, State) else 0.0
+    return [(value, grad.abs() + floor) for value, grad in zip(wanted, found, strict=True) if grad is not None]
+
+
+def _wide(cotangent: Tensor, kind: Kind, shape: tuple[int, int]) -> Tensor:
+    return (cotangent.unsqueeze(1) if kind is Kind.COL else cotangent).expand(shape)
+
+
+def _parts(
+    epilogue: Epilogue, node: Node, values: list[Tensor], total: Tensor, context: Context
+) -> list[Tensor | None]:
     """|local derivative| * total for each operand, on the operation's whole domain."""
     rows, columns = total.shape
     columns = {"even": 2 * columns, "odd": 2 * columns, "join": columns // 2}.get(node.op, columns)
-    operands = []
-    for arg in node.args:
-        operand = values[arg].expand(rows, columns).clone()
-        operands.append(operand.requires_grad_() if operand.is_floating_point() else operand)
+    operands = [as_leaf(values[arg].expand(rows, columns)) for arg in node.args]
     wanted = [o for o in operands if o.requires_grad]
-    result = reference.OP_FUNCTIONS[node.op](*operands)
+    result = evaluate_node(node, operands, context)
     if not result.requires_grad:
         return [None] * len(operands)
     found = iter(torch.autograd.grad(result, wanted, total))
