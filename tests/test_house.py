@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from codalang.cli import main
-from codalang.ir.ops import OPS
-from codalang.parser import parse
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -74,15 +72,6 @@ def test_the_readme_lists_the_commands_and_the_library(capsys: pytest.CaptureFix
     commands = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
     assert commands == re.findall(r"^\| `codalang (\w+)", README, re.MULTILINE)
     assert sorted(re.findall(r"^\| \[`(\w+)`\]", README, re.MULTILINE)) == [path.stem for path in LIBRARY]
-
-
-def test_the_language_page_speaks_the_language() -> None:
-    """Its example is right, and it names every function there is."""
-    page = (ROOT / "docs/language.md").read_text()
-    (example,) = blocks("coda", page)
-    assert list(parse(example).epilogues) == ["example"]
-    functions = {name for name, info in OPS.items() if info.infix is None and name not in ("even", "odd")}
-    assert {name for name in functions if not re.search(rf"\b{name}\b", page)} == set()
 
 
 def test_links_lead_somewhere() -> None:

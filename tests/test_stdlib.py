@@ -6,7 +6,9 @@ A new file is covered as soon as it is there: each test runs for each epilogue f
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -123,6 +125,52 @@ def normalized(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tenso
     return (x - column(mean)) / (column(var) + eps).sqrt() * weight + bias
 
 
+def statistics(x: Tensor) -> Outputs:
+    """Mean and biased variance of each row."""
+    var, mean = torch.var_mean(x, dim=-1, correction=0)
+    return mean, var
+
+
+def per_head_norm(acc: Tensor, gamma: Tensor, eps: Tensor, size: int) -> Tensor:
+    """RMSNorm of each group of `size` columns."""
+    heads = acc.unflatten(-1, (-1, size))
+    return (heads / (heads.square().mean(-1, keepdim=True) + eps).sqrt()).flatten(-2) * gamma
+
+
+def rotated(x: Tensor, position: Tensor, frequency: Tensor) -> Tensor:
+    """Pairs of adjacent columns as complex numbers, times exp(i * position * frequency)."""
+    angle = torch.outer(position.to(x.dtype), frequency)
+    pairs = torch.complex(*halves(x)) * torch.polar(torch.ones_like(angle), angle)
+    return torch.view_as_real(pairs).flatten(-2)
+
+
+def targets(generator: torch.Generator) -> Tensor:
+    """A column for each row, but for one that is to be ignored."""
+    target = torch.randint(0, COLUMNS, (ROWS,), generator=generator)
+    target[2] = -100
+    return target
+
+
+def target_logit(logits: Tensor, target: Tensor) -> Outputs:
+    """The logsumexp of each row, and its logit at the target, 0 where there is none."""
+    picked = logits.gather(-1, column(target.clamp(min=0))).squeeze(-1)
+    return torch.logsumexp(logits, -1), picked.masked_fill(target < 0, 0.0)
+
+
+def token_loss(
+    lse: Tensor,
+    logit: Tensor,
+    total: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    smoothing: Tensor,
+    z: Tensor,
+    classes: Tensor,
+) -> Tensor:
+    nll, uniform = lse - logit, lse - total / classes
+    return torch.where(target < 0, 0, weight * ((1 - smoothing) * nll + smoothing * uniform + z * lse**2))
+
+
 FORMULAS: dict[str, Formula] = {
     "relu": Formula(functional.relu),
     "relu_squared": Formula(lambda acc: functional.relu(acc) ** 2),
@@ -149,6 +197,31 @@ FORMULAS: dict[str, Formula] = {
     "residual_rms": Formula(residual_rms),
     "scaled": Formula(lambda acc, r: torch.diag(r) @ acc),
     "dequant": Formula(lambda acc, token, channel: torch.diag(token) @ acc @ torch.diag(channel)),
+    "layernorm_stats": Formula(lambda acc, res: (acc + res, *statistics(acc + res))),
+    "residual_gate": Formula(lambda acc, res, gate: (res + gate * acc, *statistics(res + gate * acc))),
+    "qk_norm": Formula(lambda acc, gamma, eps: per_head_norm(acc, gamma, eps, 128), {"eps": number(1e-2)}),
+    "qk_norm.qk_norm_64": Formula(lambda acc, gamma, eps: per_head_norm(acc, gamma, eps, 64), {"eps": number(1e-2)}),
+    "rope": Formula(rotated),
+    "scaled_rope": Formula(lambda acc, r, position, frequency: rotated(acc * column(r), position, frequency)),
+    "qk_norm_rope": Formula(
+        lambda acc, gamma, position, frequency, eps: rotated(per_head_norm(acc, gamma, eps, 128), position, frequency),
+        {"eps": number(1e-2)},
+    ),
+    "logsumexp": Formula(lambda acc: torch.logsumexp(acc, -1)),
+    "logsumexp_target": Formula(target_logit, {"target": targets}),
+    "capped_logsumexp_target": Formula(
+        lambda acc, cap, target: target_logit(cap * torch.tanh(acc / cap), target),
+        {"cap": number(1.5), "target": targets},
+    ),
+    "cross_entropy": Formula(
+        lambda acc, target: (*target_logit(acc, target), acc.sum(-1)),
+        {"target": targets},
+    ),
+    "cross_entropy.token_loss": Formula(
+        token_loss, {"target": targets, "smoothing": number(0.1), "z": number(1e-2), "classes": number(float(COLUMNS))}
+    ),
+    "amax": Formula(lambda acc: (acc, acc.abs().max())),
+    "amax.token_amax": Formula(lambda acc: (acc, acc.abs().max(-1).values)),
     "layernorm_apply": Formula(normalized, {"var": positive(ROWS), "eps": number(1e-2)}),
     "adaln_apply": Formula(
         lambda x, mean, var, scale, shift, eps: normalized(x, mean, var, 1 + scale, shift, eps),
@@ -305,6 +378,87 @@ def test_on_a_gemm_it_is_the_formula_of_the_matmul(key: str) -> None:
     outputs = EPILOGUES[key].outputs
     got = dict(zip([o.name for o in outputs], result if len(outputs) > 1 else (result,), strict=True))
     assert_close(got, by_formula(key, on_matmul))
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu(x)": functional.relu,
+    "relu_squared(x)": lambda x: functional.relu(x) ** 2,
+    "silu(x)": functional.silu,
+    "gelu(x)": functional.gelu,
+    "gelu_tanh(x)": lambda x: functional.gelu(x, approximate="tanh"),
+    "log_1_plus(exp(x))": lambda x: torch.log1p(x.exp()),
+    "softplus(x)": lambda x: functional.softplus(x, threshold=1e9),
+    "softcap(x, 2.5)": lambda x: 2.5 * torch.tanh(x / 2.5),
+    "at_most(x, 1.5)": lambda x: x.clamp(max=1.5),
+    "at_least(x, -1.5)": lambda x: x.clamp(min=-1.5),
+    "clamp(x, -1.5, 2)": lambda x: x.clamp(-1.5, 2),
+}
+
+
+def test_every_function_to_import_is_tried() -> None:
+    defined = re.findall(r"^fn (\w+)", (FILES[0].parent / "activations.coda").read_text(), re.MULTILINE)
+    assert defined == [call.partition("(")[0] for call in FUNCTIONS]
+
+
+@pytest.mark.parametrize("call", FUNCTIONS)
+def test_a_function_to_import_is_its_formula_where_it_bends_too(call: str) -> None:
+    """Values and gradients, at random places and at 0, the limits, infinities and NaN."""
+    text = f"import activations\nepilogue f(x: tile[M, N]) {{\n    store y: tile[M, N] = {call}\n}}"
+    special = torch.tensor([0.0, -0.0, 1.5, -1.5, 2.0, 1e-3, -1e-3, 30.0, -30.0, math.nan], dtype=torch.float64)
+    x = torch.cat([special, 5 * torch.randn(246, generator=torch.Generator().manual_seed(3), dtype=torch.float64)])
+    x = x.reshape(1, -1).requires_grad_()
+    got, want = codalang.load(text).f.hosted(x), FUNCTIONS[call](x)
+    cotangent = torch.randn_like(x)
+    gradients = torch.autograd.grad(got, x, cotangent)[0], torch.autograd.grad(want, x, cotangent)[0]
+    assert torch.equal(got.isnan(), want.isnan())
+    for value, wanted in ((got, want), gradients):  # of what is no number there is no gradient to agree on
+        value, wanted = value[~x.isnan()], wanted[~x.isnan()]
+        assert (value - wanted).norm() <= TOLERANCE * wanted.norm()
+
+
+def test_softplus_is_precise_where_it_is_small() -> None:
+    """By relative error: in float32, log(1 + exp(x)) would be 0 from x = -17 on."""
+    x = torch.linspace(-30, 5, 701, dtype=torch.float32).reshape(1, -1)
+    want = functional.softplus(x.double(), threshold=1e9)
+    assert ((codalang.load("softplus").softplus.hosted(x) - want) / want).abs().max() < 1e-4
+
+
+def test_weights_of_the_half_split_convention_are_reordered_as_rope_says() -> None:
+    heads, size, depth = 2, 128, 8
+    half = size // 2
+    generator = torch.Generator().manual_seed(4)
+    a = torch.randn(ROWS, depth, generator=generator, dtype=torch.float64)
+    w = torch.randn(heads * size, depth, generator=generator, dtype=torch.float64)
+    position = torch.tensor([0, 1, 2, 131072, 5])
+    frequency = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    reordered = w.view(heads, 2, size // 2, depth).transpose(1, 2).reshape(heads * size, depth)
+    got = codalang.load("rope").rope(a, reordered, position, frequency.repeat(heads))
+    x = (a @ w.T).view(ROWS, heads, size)
+    angle = torch.outer(position.double(), frequency).repeat(1, 2).unsqueeze(1)
+    want = x * angle.cos() + torch.cat([-x[..., half:], x[..., :half]], -1) * angle.sin()
+    scores = torch.einsum("mhd,nhd->hmn", want, want)
+    got = got.view(ROWS, heads, size)
+    assert (torch.einsum("mhd,nhd->hmn", got, got) - scores).norm() <= TOLERANCE * scores.norm()
+    assert (got.unflatten(-1, (half, 2)).transpose(-1, -2).flatten(-2) - want).norm() <= TOLERANCE * want.norm()
+
+
+def test_cross_entropy_is_torch_s() -> None:
+    """The two steps together, with smoothing, weights and an ignored token; logits with a common offset of 1e4."""
+    library = codalang.load("cross_entropy")
+    generator = torch.Generator().manual_seed(5)
+    a = torch.randn(ROWS, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(COLUMNS, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    target, weight = targets(generator), torch.rand(ROWS, generator=generator, dtype=torch.float64)
+    a_offset = torch.cat([a, torch.full((ROWS, 1), 100.0, dtype=torch.float64)], dim=1)
+    w_offset = torch.cat([w, torch.full((COLUMNS, 1), 100.0, dtype=torch.float64)], dim=1)
+    parts = library.cross_entropy(a_offset, w_offset, target)
+    loss = library.token_loss.hosted(*parts, target, weight, 0.1, 0.0, float(COLUMNS), extents=(ROWS, 1)).sum()
+    per_token = functional.cross_entropy(a @ w.T, target, label_smoothing=0.1, reduction="none")
+    want = (weight * per_token).sum()
+    assert abs(loss - want) <= 1e-7 * abs(want)  # an offset of 1e4 costs four digits
+    for got, wanted in zip(torch.autograd.grad(loss, (a, w)), torch.autograd.grad(want, (a, w)), strict=True):
+        assert (got - wanted).norm() <= 1e-7 * wanted.norm()
+    assert loss.isfinite() and torch.autograd.grad(library.cross_entropy(a, w, target).lse[2], a)[0].isfinite().all()
 
 
 # ---------------------------------------------------------------- as programs
