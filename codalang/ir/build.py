@@ -25,6 +25,12 @@ from codalang.ir.states import Function, Named, StateDef
 from codalang.ir.types import SCALAR, Dtype, Kind, ValueType
 
 
+_NUMBER_HINTS = {
+    Dtype.I32: "`float(i)` makes a number of an index",
+    Dtype.BOOL: "`float(mask)` makes a number of a mask",
+}
+
+
 class EpilogueBuilder:
     """Collects parameters, nodes and outputs; `finish` returns the canonical epilogue.
 
@@ -91,10 +97,11 @@ class EpilogueBuilder:
             have.kind.has_columns and not type.kind.has_columns
         )
         if have.dtype is not Dtype.F32 or too_many_axes or have.width not in (None, type.width):
+            hint = "to sum or take the maximum over an axis, use `reduce`" if too_many_axes else None
             raise CodaTypeError(
                 f"`store {name}` is declared {type.show(self.dims)}, but its value is {have.show(self.dims)}",
                 loc,
-                hint="to sum or take the maximum over an axis, use `reduce`" if too_many_axes else None,
+                hint=_NUMBER_HINTS.get(have.dtype, hint),
             )
         self._output(Store(name, value, type, dtype, loc))
 
@@ -116,7 +123,9 @@ class EpilogueBuilder:
         widths = {w for w in (type.width, have.width) if w is not None}
         if have.dtype is not Dtype.F32 or len(widths) > 1:
             raise CodaTypeError(
-                f"`reduce {name}` is declared {type.show(self.dims)}, but its value is {have.show(self.dims)}", loc
+                f"`reduce {name}` is declared {type.show(self.dims)}, but its value is {have.show(self.dims)}",
+                loc,
+                hint=_NUMBER_HINTS.get(have.dtype),
             )
         self._output(Reduce(name, value, type, how, dtype, loc))
 
@@ -167,8 +176,17 @@ class EpilogueBuilder:
 
     def finish(self) -> Epilogue:
         """The finished epilogue in canonical order, dead nodes dropped."""
-        parts = (tuple(p) for p in (self.params, self.nodes, self.outputs))
-        return canonical(Epilogue(self.name, self.dims, *parts, self.loc, tuple(self.keeps.values())))
+        return canonical(
+            Epilogue(
+                self.name,
+                self.dims,
+                tuple(self.params),
+                tuple(self.nodes),
+                tuple(self.outputs),
+                self.loc,
+                tuple(self.keeps.values()),
+            )
+        )
 
     def _leaf(self, node: Node) -> int:
         # repr separates 0.0 from -0.0 and makes nan equal itself

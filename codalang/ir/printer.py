@@ -64,8 +64,7 @@ def _state_lines(definition: StateDef, name: str) -> Iterator[str]:
     inputs = ", ".join(_typed(*i) for i in definition.inputs)
     yield f"state {name}({inputs}) {{"
     carried = (
-        f"{_typed(*c)} = {print_number(start)}"
-        for c, start in zip(definition.carried, definition.initial, strict=True)
+        f"{_typed(*c)} = {print_number(start)}" for c, start in zip(definition.carried, definition.initial, strict=True)
     )
     yield f"{INDENT}carry {', '.join(carried)}"
     indices = [dtype is Dtype.I32 for _, dtype in definition.carried]
@@ -133,9 +132,7 @@ class _Printer:
             if isinstance(output, Store) and not epilogue.has_param(output.name):
                 stored_as.setdefault(output.value, []).append(output.name)
         self.kept = {k.value: k.how for k in epilogue.keeps}
-        self.text = GraphText(
-            epilogue.nodes, epilogue.uses(), namer, stored_as=stored_as, named=frozenset(self.kept)
-        )
+        self.text = GraphText(epilogue.nodes, epilogue.uses(), namer, stored_as=stored_as, named=frozenset(self.kept))
 
     def print(self) -> str:
         lines = [self._header()]

@@ -4,10 +4,13 @@ Every rewrite gives the same value for every input, NaN, infinities and the sign
 payload of a NaN), and the same derivative.  So there is
 
     x*1 -> x    x/1 -> x    x*-1 -> -x    x + -0 -> x    x - 0 -> x    --x -> x    a + -b -> a - b    x/4 -> x*0.25
-    join(even(x), odd(x)) -> x    even(join(a, b)) -> a    where(true, a, b) -> a    not(a == b) -> a != b  ...
+    join(even(x), odd(x)) -> x    even(join(a, b)) -> a    where(true, a, b) -> a    not(a == b) -> a != b
+    pow(x, 1) -> x    pow(x, 2) -> x*x    cast(cast(x, bf16), bf16) -> cast(x, bf16)  ...
 
 but not  x*0 -> 0 (NaN, inf, -0),  x - x -> 0,  x/x -> 1,  x + 0 -> x (-0 + 0 is +0),  0 - x -> -x (0 - 0 is +0),
 -(a - b) -> b - a,  not(a < b) -> a >= b (NaN).  `stop_gradient` stays, or the derivative would change.
+
+On indices, which wrap around in 32 bits, the same rules are exact, and i + 0 -> i, i * 1 -> i, too.
 
 A rewrite never changes a type, because a reduction's domain is its value's: where(true, s, tile) stays where s is a
 scalar.  Operations on constants are computed in double precision and rounded where they are used.
@@ -23,11 +26,11 @@ from collections.abc import Callable
 import attrs
 
 from codalang.ir.build import canonical
-from codalang.ir.epilogue import Epilogue, Node
+from codalang.ir.epilogue import Epilogue, Keep, Node, with_values
 from codalang.ir.infer import infer
-from codalang.ir.types import SCALAR, Dtype, Kind, ValueType
+from codalang.ir.types import Dtype, Kind, ValueType
 
-_BOOL = ValueType(Kind.SCALAR, None, Dtype.BOOL)
+_DTYPES = {float: Dtype.F32, int: Dtype.I32, bool: Dtype.BOOL}
 # Not min and max: which zero they answer may depend on the order.
 _COMMUTATIVE = frozenset({"add", "mul", "eq", "ne", "and", "or"})
 # Exponents for which a power of two and its reciprocal are normal in f32.
@@ -42,9 +45,20 @@ def simplify(epilogue: Epilogue) -> Epilogue:
         if node.op in ("param", "const"):
             new_index.append(graph.leaf(node))
         else:
-            new_index.append(graph.make(node.op, tuple(new_index[a] for a in node.args), node))
-    outputs = tuple(attrs.evolve(o, value=new_index[o.value]) for o in epilogue.outputs)
-    return canonical(attrs.evolve(epilogue, nodes=tuple(graph.nodes), outputs=outputs))
+            new_index.append(graph.make(node.op, tuple(new_index[a] for a in node.args), node, node.attr))
+    outputs = tuple(with_values(o, tuple(new_index[v] for v in o.values)) for o in epilogue.outputs)
+    keeps = _kept(epilogue.keeps, new_index, graph.nodes)
+    return canonical(attrs.evolve(epilogue, nodes=tuple(graph.nodes), outputs=outputs, keeps=keeps))
+
+
+def _kept(keeps: tuple[Keep, ...], new_index: list[int], nodes: list[Node]) -> tuple[Keep, ...]:
+    """What is still there to be kept.  Where values that are now one were to be both, it is saved."""
+    kept: dict[int, Keep] = {}
+    for keep in sorted(keeps, key=lambda k: k.how != "save"):
+        value = new_index[keep.value]
+        if nodes[value].op != "const":
+            kept.setdefault(value, attrs.evolve(keep, value=value))
+    return tuple(kept.values())
 
 
 class _Graph:
@@ -59,25 +73,26 @@ class _Graph:
         return self._intern((node.op, repr(node.attr), node.type), node)
 
     def constant(self, value: float | bool, like: Node) -> int:
-        type_ = _BOOL if isinstance(value, bool) else SCALAR
+        type_ = ValueType(Kind.SCALAR, None, _DTYPES[type(value)])
         value = math.nan if isinstance(value, float) and math.isnan(value) else value
         return self.leaf(Node("const", (), type_, value, like.loc))
 
-    def make(self, op: str, args: tuple[int, ...], like: Node) -> int:
-        """The simplest node for `op(args)`.  `like` is the node that it is made for: its type, location and hint."""
+    def make(self, op: str, args: tuple[int, ...], like: Node, attr: str | float | int | None = None) -> int:
+        """The simplest node for `op(args)`.  `like` is the node that it is made for: its location and hint."""
         operands = [self.nodes[a] for a in args]
         if op in _FOLD and all(n.op == "const" for n in operands):
-            value = _fold(op, [n.attr for n in operands])
+            value = _fold(op, [n.attr for n in operands], attr)
             if value is not None:
                 return self.constant(value, like)
-        type_ = infer(op, [n.type for n in operands], self.dims, like.loc)
+        type_ = infer(op, [n.type for n in operands], self.dims, like.loc, attr)
         for rule in _RULES.get(op, ()):
-            found = rule(self, args, like)
+            # A rule sees the attribute of the node to make.
+            found = rule(self, args, like if like.attr == attr else attrs.evolve(like, attr=attr))
             if found is not None and self.nodes[found].type == type_:
                 return self._keep_hint(found, like)
         # The operands keep their order: they only compare without it.
-        key = (op, tuple(sorted(args)) if op in _COMMUTATIVE else args)
-        return self._intern(key, Node(op, args, type_, None, like.loc, like.hint))
+        key = (op, tuple(sorted(args)) if op in _COMMUTATIVE else args, repr(attr))
+        return self._intern(key, Node(op, args, type_, attr, like.loc, like.hint))
 
     def op(self, index: int) -> str:
         return self.nodes[index].op
@@ -113,6 +128,10 @@ _Rule = Callable[[_Graph, tuple[int, ...], Node], int | None]
 def _neutral(position: int, value: float | bool) -> _Rule:
     """`value` as that operand leaves the other one as it is."""
     return lambda g, args, like: args[1 - position] if g.is_constant(args[position], value) else None
+
+
+def _neutral_either(value: float | bool) -> tuple[_Rule, _Rule]:
+    return _neutral(0, value), _neutral(1, value)
 
 
 def _absorbing(position: int, value: bool) -> _Rule:
@@ -175,6 +194,19 @@ def _reciprocal_of_power(g: _Graph, args: tuple[int, ...], like: Node) -> int | 
     return g.make("mul", (args[0], g.constant(math.copysign(2.0 ** (1 - exponent), mantissa), like)), like)
 
 
+def _power(g: _Graph, args: tuple[int, ...], like: Node) -> int | None:
+    """pow(x, 1) -> x, pow(x, 2) -> x * x"""
+    if like.attr == 1.0:
+        return args[0]
+    return g.make("mul", (args[0], args[0]), like) if like.attr == 2.0 else None
+
+
+def _cast_again(g: _Graph, args: tuple[int, ...], like: Node) -> int | None:
+    """What is rounded to a dtype already, or to one whose values f32 has all, stays."""
+    inner = g.nodes[args[0]]
+    return args[0] if inner.op == "cast" and like.attr in (inner.attr, "f32") else None
+
+
 def _abs_of_negated(g: _Graph, args: tuple[int, ...], like: Node) -> int | None:
     return g.make("abs", (g.arg(args[0]),), like) if g.op(args[0]) == "neg" else None
 
@@ -204,9 +236,13 @@ def _join_of_split(g: _Graph, args: tuple[int, ...], like: Node) -> int | None:
 
 
 _RULES: dict[str, tuple[_Rule, ...]] = {
-    "add": (_neutral(0, -0.0), _neutral(1, -0.0), _of_negated("sub", 1), _of_negated("sub", 0, swap=True)),
-    "sub": (_neutral(1, 0.0), _negating(0, -0.0), _of_negated("add", 1)),
-    "mul": (_neutral(0, 1.0), _neutral(1, 1.0), _negating(0, -1.0), _negating(1, -1.0), _of_two_negated("mul")),
+    "add": (*_neutral_either(-0.0), *_neutral_either(0), _of_negated("sub", 1), _of_negated("sub", 0, swap=True)),
+    "sub": (_neutral(1, 0.0), _neutral(1, 0), _negating(0, -0.0), _negating(0, 0), _of_negated("add", 1)),
+    "mul": (
+        *(rule for one in (1.0, 1) for rule in _neutral_either(one)),
+        *(_negating(position, one) for one in (-1.0, -1) for position in (0, 1)),
+        _of_two_negated("mul"),
+    ),
     "div": (_neutral(1, 1.0), _negating(1, -1.0), _of_two_negated("div"), _reciprocal_of_power),
     "neg": (_undone_by("neg"),),
     "abs": (_again("abs"), _abs_of_negated),
@@ -216,6 +252,8 @@ _RULES: dict[str, tuple[_Rule, ...]] = {
     "or": (_neutral(0, False), _neutral(1, False), _absorbing(0, True), _absorbing(1, True), _same),
     "not": (_undone_by("not"), _not_of("eq", "ne"), _not_of("ne", "eq")),
     "where": (_where_constant, _where_same, _where_not),
+    "pow": (_power,),
+    "cast": (_cast_again,),
     "stop_gradient": (_again("stop_gradient"),),
     "even": (_undone_by("join", 0),),
     "odd": (_undone_by("join", 1),),
@@ -226,12 +264,15 @@ _RULES: dict[str, tuple[_Rule, ...]] = {
 # Constant folding, with the special values of torch.
 
 
-def _fold(op: str, values: list[float | bool | str | None]) -> float | bool | None:
+def _fold(op: str, values: list[float | bool | str | None], attr: str | float | int | None) -> float | bool | None:
     """The value of an op on constants, or None where it is not certain."""
     try:
-        return _FOLD[op](*values)
+        value = _FOLD[op](*values, *([] if attr is None else [attr]))
     except OverflowError:  # only exp, exp2 overflow: everything else answers infinities by itself
         return math.inf
+    if type(value) is int:
+        return (value + 2**31) % 2**32 - 2**31  # indices wrap around
+    return value
 
 
 def _divide(a: float, b: float) -> float:
@@ -255,6 +296,22 @@ def _extreme(choose: Callable[[float, float], float]) -> Callable[[float, float]
 
 def _logarithm(log: Callable[[float], float]) -> Callable[[float], float]:
     return lambda x: log(x) if x > 0 else -math.inf if x == 0 else math.nan
+
+
+def _pow(x: float, exponent: float) -> float:
+    if x == 0 and exponent < 0:
+        odd = exponent % 2 == 1
+        return math.copysign(math.inf, x) if odd else math.inf
+    if math.isfinite(x) and x < 0 and not exponent.is_integer():
+        return math.nan
+    try:
+        return math.pow(x, exponent)
+    except OverflowError:
+        return -math.inf if x < 0 and exponent % 2 == 1 else math.inf
+
+
+def _periodic(f: Callable[[float], float]) -> Callable[[float], float]:
+    return lambda x: f(x) if math.isfinite(x) else math.nan
 
 
 def _sqrt(x: float) -> float:
@@ -293,5 +350,9 @@ _FOLD: dict[str, Callable[..., float | bool | None]] = {
     "tanh": math.tanh,
     "sigmoid": _sigmoid,
     "erf": math.erf,
+    "sin": _periodic(math.sin),
+    "cos": _periodic(math.cos),
+    "pow": _pow,
+    "float": float,
     "stop_gradient": lambda x: x,
 }

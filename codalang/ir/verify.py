@@ -5,17 +5,26 @@ What passes can be printed, parsed back to an equal epilogue, interpreted, diffe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from codalang.errors import CodaError, CodaNameError, CodaTypeError, Loc
 from codalang.ir.build import canonical
-from codalang.ir.epilogue import Epilogue, Node, Output, Param, Reduce, Store
-from codalang.ir.infer import infer
+from codalang.ir.epilogue import Epilogue, Output, Param, Reduce, State, Store
 from codalang.ir.names import is_name
-from codalang.ir.ops import OPS, REDUCTIONS
-from codalang.ir.types import SCALAR, STORAGE_DTYPES, WIDTHS, Dtype, Kind, ValueType
+from codalang.ir.ops import REDUCTIONS
+from codalang.ir.types import (
+    INTEGER_DTYPES,
+    PARAM_DTYPES,
+    STORAGE_DTYPES,
+    WIDTHS,
+    Dtype,
+    Kind,
+    register_dtype,
+)
+from codalang.ir.verify_nodes import check_nodes
+from codalang.ir.verify_state import verify_state
 
-_BOOL = ValueType(Kind.SCALAR, None, Dtype.BOOL)
+_KEYWORDS: dict[type, str] = {Store: "store", Reduce: "reduce", State: "state"}
 
 
 def verify(epilogue: Epilogue) -> None:
@@ -25,15 +34,15 @@ def verify(epilogue: Epilogue) -> None:
     _check_unique(epilogue.params, "parameter")
     _check_unique(epilogue.outputs, "output")
     for param in epilogue.params:
-        _check_declared(param, "parameter", epilogue.dims)
-    params = {p.name: p for p in epilogue.params}
-    for index, node in enumerate(epilogue.nodes):
-        _check_node(epilogue, index, node, params)
+        _check_param(param, epilogue.dims)
+    params = {p.name: p.type for p in epilogue.params}
+    check_nodes(epilogue.nodes, params, epilogue.dims)
     if not epilogue.outputs:
         raise CodaTypeError(f"epilogue `{epilogue.name}` has no output", epilogue.loc)
+    checked: set[int] = set()
     for output in epilogue.outputs:
-        _check_output(epilogue, output)
-    _check_leaves(epilogue)
+        _check_output(epilogue, output, checked)
+    _check_keeps(epilogue)
     if canonical(epilogue).nodes != epilogue.nodes:
         raise CodaTypeError(
             f"the nodes of epilogue `{epilogue.name}` are not in canonical order, or some are dead",
@@ -69,84 +78,97 @@ def _check_unique(things: Iterable[Param | Output], what: str) -> None:
         seen.add(thing.name)
 
 
-def _check_declared(thing: Param | Output, what: str, dims: tuple[str, str]) -> None:
-    """The declared type and storage dtype of something at the epilogue's border."""
-    if thing.type.dtype is not Dtype.F32:
-        raise CodaTypeError(f"{what} `{thing.name}` must hold numbers, got {thing.type.show(dims)}", thing.loc)
+def _check_width(thing: Param | Output, what: str, dims: tuple[str, str]) -> None:
     if thing.type.width is not None and thing.type.width not in WIDTHS:
         raise CodaTypeError(f"{what} `{thing.name}` has no width that there is: {thing.type.show(dims)}", thing.loc)
-    if thing.dtype is not None and thing.dtype not in STORAGE_DTYPES:
-        known = ", ".join(STORAGE_DTYPES)
+
+
+def _check_dtype(thing: Param | Output, what: str, known: Sequence[str]) -> None:
+    if thing.dtype is not None and thing.dtype not in known:
         raise CodaTypeError(
-            f"{what} `{thing.name}` has unknown dtype {thing.dtype!r}", thing.loc, hint=f"there are {known}"
+            f"{what} `{thing.name}` has unknown dtype {thing.dtype!r}",
+            thing.loc,
+            hint=f"there are {', '.join(known)}",
         )
 
 
-def _node_error(index: int, node: Node, message: str) -> CodaError:
-    return CodaTypeError(f"node {index} (`{node.op}`) {message}", node.loc)
+def _check_param(param: Param, dims: tuple[str, str]) -> None:
+    _check_width(param, "parameter", dims)
+    _check_dtype(param, "parameter", PARAM_DTYPES)
+    if param.type.dtype is not register_dtype(param.dtype):
+        raise CodaTypeError(
+            f"parameter `{param.name}` is {param.type.show(dims)}, but declared {param.dtype or 'without a dtype'}",
+            param.loc,
+        )
 
 
-def _check_node(epilogue: Epilogue, index: int, node: Node, params: dict[str, Param]) -> None:
-    if node.op == "param":
-        _check_param_node(epilogue, index, node, params)
-    elif node.op == "const":
-        _check_const_node(index, node)
-    elif node.op not in OPS:
-        raise _node_error(index, node, "is no op")
-    else:
-        _check_op_node(epilogue, index, node)
-
-
-def _check_param_node(epilogue: Epilogue, index: int, node: Node, params: dict[str, Param]) -> None:
-    if node.args or not isinstance(node.attr, str) or node.attr not in params:
-        raise _node_error(index, node, f"names no parameter: {node.attr!r}")
-    declared = params[node.attr].type
-    if node.type != declared:
-        have, want = node.type.show(epilogue.dims), declared.show(epilogue.dims)
-        raise _node_error(index, node, f"is {have}, but parameter `{node.attr}` is {want}")
-
-
-def _check_const_node(index: int, node: Node) -> None:
-    if node.args or not isinstance(node.attr, float | bool):
-        raise _node_error(index, node, f"must hold a float or a bool, got {node.attr!r}")
-    if node.type != (_BOOL if isinstance(node.attr, bool) else SCALAR):
-        raise _node_error(index, node, f"has a wrong type for {node.attr!r}")
-
-
-def _check_op_node(epilogue: Epilogue, index: int, node: Node) -> None:
-    if node.attr is not None:
-        raise _node_error(index, node, f"has an attribute: {node.attr!r}")
-    for arg in node.args:
-        if not isinstance(arg, int) or not 0 <= arg < index:
-            raise _node_error(index, node, f"has operand {arg!r}, which is no earlier node")
-    inferred = infer(node.op, [epilogue.nodes[a].type for a in node.args], epilogue.dims, node.loc)
-    if node.type != inferred:
-        have, want = node.type.show(epilogue.dims), inferred.show(epilogue.dims)
-        raise _node_error(index, node, f"is declared {have}, but its operands make it {want}")
-
-
-def _check_output(epilogue: Epilogue, output: Output) -> None:
-    what = "store" if isinstance(output, Store) else "reduce"
-    _check_declared(output, what, epilogue.dims)
-    if not isinstance(output.value, int) or not 0 <= output.value < len(epilogue.nodes):
-        raise CodaTypeError(f"`{what} {output.name}` is of {output.value!r}, which is no node", output.loc)
-    if (output.type.kind is Kind.TILE) != isinstance(output, Store):
+def _check_output(epilogue: Epilogue, output: Output, checked: set[int]) -> None:
+    what = _KEYWORDS[type(output)]
+    _check_width(output, what, epilogue.dims)
+    for value in output.values:
+        if not isinstance(value, int) or not 0 <= value < len(epilogue.nodes):
+            raise CodaTypeError(f"`{what} {output.name}` is of {value!r}, which is no node", output.loc)
+    if output.type.kind is Kind.TILE and not isinstance(output, Store):
         raise CodaTypeError(f"`{what} {output.name}` cannot be {output.type.show(epilogue.dims)}", output.loc)
+    if isinstance(output, State):
+        if id(output.definition) not in checked:
+            verify_state(output.definition)
+            checked.add(id(output.definition))
+        _check_state_output(epilogue, output)
+    else:
+        _check_float_output(epilogue, output, what)
+    widths = {epilogue.nodes[v].type.width for v in output.values} | {output.type.width}
+    if len(widths - {None}) > 1:
+        raise _unfitting(epilogue, output, what)
+    _check_dtype(output, what, INTEGER_DTYPES if output.type.dtype is Dtype.I32 else STORAGE_DTYPES)
+
+
+def _check_float_output(epilogue: Epilogue, output: Store | Reduce, what: str) -> None:
+    if output.type.dtype is not Dtype.F32:
+        shown = output.type.show(epilogue.dims)
+        raise CodaTypeError(f"{what} `{output.name}` must hold numbers, got {shown}", output.loc)
     if isinstance(output, Reduce) and output.how not in REDUCTIONS:
         raise CodaTypeError(f"unknown reduction {output.how!r}; there is {', '.join(REDUCTIONS)}", output.loc)
     value = epilogue.nodes[output.value].type
-    widths = {w for w in (output.type.width, value.width) if w is not None}
-    if value.dtype is not Dtype.F32 or len(widths) > 1:
-        have, want = value.show(epilogue.dims), output.type.show(epilogue.dims)
-        raise CodaTypeError(f"`{what} {output.name}` is declared {want}, but its value is {have}", output.loc)
+    is_store = isinstance(output, Store)
+    more_rows = is_store and value.kind.has_rows and not output.type.kind.has_rows
+    more_columns = is_store and value.kind.has_columns and not output.type.kind.has_columns
+    if value.dtype is not Dtype.F32 or more_rows or more_columns:
+        raise _unfitting(epilogue, output, what)
 
 
-def _check_leaves(epilogue: Epilogue) -> None:
-    """Each parameter and constant is one node."""
-    seen: set[tuple[str, str]] = set()
-    for index, node in enumerate(epilogue.nodes):
-        if node.op in ("param", "const"):
-            key = (node.op, repr(node.attr))
-            if key in seen:
-                raise _node_error(index, node, f"is a second node for {node.attr!r}")
-            seen.add(key)
+def _check_state_output(epilogue: Epilogue, output: State) -> None:
+    definition = output.definition
+    if len(output.values) != len(definition.inputs):
+        raise CodaTypeError(
+            f"`{definition.name}` takes {len(definition.inputs)} values, got {len(output.values)}", output.loc
+        )
+    if not isinstance(output.result, int) or not 0 <= output.result < len(definition.results):
+        raise CodaTypeError(f"`{definition.name}` has no result {output.result!r}", output.loc)
+    dtypes = [epilogue.nodes[v].type.dtype for v in output.values]
+    if dtypes != [dtype for _, dtype in definition.inputs]:
+        raise _unfitting(epilogue, output, "state")
+    if output.type.dtype is not definition.results[output.result][1]:
+        raise CodaTypeError(
+            f"`state {output.name}` is declared {output.type.show(epilogue.dims)}, but result {output.result} of "
+            f"`{definition.name}` is {definition.results[output.result][1].value}",
+            output.loc,
+        )
+
+
+def _unfitting(epilogue: Epilogue, output: Output, what: str) -> CodaError:
+    have = ", ".join(epilogue.nodes[v].type.show(epilogue.dims) for v in output.values)
+    want = output.type.show(epilogue.dims)
+    return CodaTypeError(f"`{what} {output.name}` is declared {want}, but its value is {have}", output.loc)
+
+
+def _check_keeps(epilogue: Epilogue) -> None:
+    last = -1
+    for keep in epilogue.keeps:
+        if keep.how not in ("save", "recompute"):
+            raise CodaTypeError(f"a value is saved or recomputed, got {keep.how!r}", keep.loc)
+        if not isinstance(keep.value, int) or not last < keep.value < len(epilogue.nodes):
+            raise CodaTypeError(f"`{keep.how}` of {keep.value!r}: no node, or not in their order, once each", keep.loc)
+        if epilogue.nodes[keep.value].op == "const":
+            raise CodaTypeError(f"there is nothing to {keep.how}: node {keep.value} is a constant", keep.loc)
+        last = keep.value

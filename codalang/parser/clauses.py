@@ -64,6 +64,7 @@ def parts(definition: syntax.State, file: File) -> Parts:
     clauses = _clauses(definition, file)
     carry, update, merge, finalize = (clauses[word] for word in ("carry", "update", "merge", "finalize"))
     assert isinstance(carry, syntax.Carry)
+    assert isinstance(finalize, syntax.Clause)
     if not definition.inputs:
         raise CodaTypeError(
             f"state `{shorten(definition.name.text)}` has no input",

@@ -9,7 +9,16 @@ from codalang.ir.build import EpilogueBuilder
 from codalang.ir.epilogue import Epilogue
 from codalang.ir.names import DISCARD, default_dims
 from codalang.ir.states import StateDef
-from codalang.ir.types import INTEGER_DTYPES, PARAM_DTYPES, STORAGE_DTYPES, WIDTHS, Dtype, Kind, ValueType, register_dtype
+from codalang.ir.types import (
+    INTEGER_DTYPES,
+    PARAM_DTYPES,
+    STORAGE_DTYPES,
+    WIDTHS,
+    Dtype,
+    Kind,
+    ValueType,
+    register_dtype,
+)
 from codalang.parser import syntax
 from codalang.parser.complaints import shorten, suggestion
 from codalang.parser.evaluate import Evaluator

@@ -3,9 +3,9 @@
     import "other.coda"    a file, relative to the folder of the importing file
     import swiglu          a file of the standard library
 
-A file sees its own definitions, those of the files that it imports, but not what these import, and the built-in states.
-Its own win over imported ones, those over built-in ones; so neither a library nor the language breaks a file by growing.
-A name that two imported files define is ambiguous where it is used.
+A file sees its own definitions, those of the files that it imports, but not what these import, and the built-in
+states.  Its own win over imported ones, those over built-in ones, so neither a library nor the language breaks a file
+by growing.  A name that two imported files define is ambiguous where it is used.
 
 Every file is read once however often it is imported.  Imports that lead back to their file are an error.
 """
@@ -86,8 +86,8 @@ class File:
 def load(source: Source) -> list[File]:
     """The files that a source is made of: imported ones before those that import them, the source's own last.
 
-    `source` must be normalized.  Raises CodaSyntaxError for what does not match the grammar, CodaNameError for an import
-    of what there is not, or that leads back.  Iterative: chains of imports may be long.
+    `source` must be normalized.  Raises CodaSyntaxError for what does not match the grammar, CodaNameError for an
+    import of what there is not, or that leads back.  Iterative: chains of imports may be long.
     """
     done: dict[str, File] = {}
     path: dict[str, syntax.Import | None] = {}
@@ -135,7 +135,8 @@ def _target(file: File, item: syntax.Import) -> str:
         raise CodaNameError(
             f"the standard library has no `{shorten(text)}`",
             file.locate(item.target.span),
-            hint=suggestion(text, library_names()) or f'a file is imported by its path: `import "{shorten(text)}.coda"`',
+            hint=suggestion(text, library_names())
+            or f'a file is imported by its path: `import "{shorten(text)}.coda"`',
         )
     if text.endswith(SUFFIX) and text.isprintable():
         return os.path.join(os.path.dirname(file.source.name), text)
@@ -176,7 +177,8 @@ def _cycle(
         if by is not None
     ]
     return CodaNameError(
-        f"{shorten(os.path.basename(through[0].source.name))} imports itself" + (" through other files" if notes else ""),
+        f"{shorten(os.path.basename(through[0].source.name))} imports itself"
+        + (" through other files" if notes else ""),
         file.locate(item.span),
         notes=tuple(reversed(notes))[:4],
         hint="move what both need into a third file",

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import attrs
 
-from codalang.errors import CodaError, CodaLocalityError, CodaNameError, CodaSyntaxError, CodaTypeError
+from codalang.errors import CodaError, CodaLocalityError, CodaNameError, CodaSyntaxError, CodaTypeError, Loc
 from codalang.ir.builtin_states import BUILTIN_STATES
 from codalang.ir.names import DISCARD
 from codalang.ir.ops import OPS, REDUCTIONS
@@ -37,6 +37,7 @@ PAIRS = {"split": 1, "rotate": 3}
 
 _SPLIT_HINT = "`let (even, odd) = split(x)` gives the even and the odd columns"
 _REDUCE_HINT = "`reduce s: col[M] = {0}(x)` is a statement of its own; its result is there when every tile is done"
+_FOLD_HINT = "`state s: col[M] = {0}(x)` is a statement of its own; its result is there when every tile is done"
 _ADVICE = {
     "split": _SPLIT_HINT,
     "even": _SPLIT_HINT,
@@ -324,7 +325,7 @@ class _Names:
                 if function.text in REDUCTIONS
                 else suggestion(function.text, self._states()) or _known("states", self._states()),
             )
-        notes = ()
+        notes: tuple[tuple[Loc, str], ...] = ()
         if found is not None:
             assert isinstance(found.definition, syntax.State)
             wanted = len(found.definition.inputs)
@@ -439,8 +440,7 @@ class _Names:
             return CodaNameError(
                 f"`{shown}` is a state, not a function",
                 loc,
-                hint=f"`state s: col[M] = {shown}(x)` is a statement of its own; its result is there when every tile is "
-                "done",
+                hint=_FOLD_HINT.format(shown),
             )
         hint = suggestion(name, [*self.file.names(syntax.Function), *BUILTINS, *PAIRS, "sum"])
         return CodaNameError(f"unknown function `{shown}`", loc, hint=hint or _known("functions", BUILTINS))

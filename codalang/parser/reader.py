@@ -26,7 +26,7 @@ _CONSTANTS = {"true": True, "false": False, "inf": float("inf"), "nan": float("n
 
 
 def read(source: Source) -> tuple[syntax.Import | syntax.Definition, ...]:
-    """The imports and definitions of a file, in textual order.  `source` must be normalized.  Raises CodaSyntaxError &c."""
+    """The imports and definitions of a file, in textual order.  `source` must be normalized.  Raises CodaSyntaxError."""
     try:
         items: Any = parser().parse(source.text)  # what the callback for `start` made
     except UnexpectedInput as error:
@@ -259,6 +259,9 @@ def _extent(tokens: Sequence[Token]) -> syntax.Extent:
     return syntax.Extent(symbol, _width(words) if len(symbols) == 1 else Fraction(0), "".join(words), span)
 
 
+_LARGEST_WIDTH = 10**12  # keeps the arithmetic of a long product cheap; every width that there is is far smaller
+
+
 def _width(words: Sequence[str]) -> Fraction:
     """How many times its one dimension a product is; 0 where it is no such product."""
     width = Fraction(1)
@@ -266,7 +269,7 @@ def _width(words: Sequence[str]) -> Fraction:
         number = Fraction(int(word)) if len(word) < 10 and word.isdecimal() else Fraction(0)
         if word.isidentifier():
             number = Fraction(operator == "*")
-        if operator not in "*/" or not number:
+        width = width * number if operator == "*" else width / (number or 1)
+        if operator not in "*/" or not number or max(width.numerator, width.denominator) > _LARGEST_WIDTH:
             return Fraction(0)
-        width = width * number if operator == "*" else width / number
     return width

@@ -44,9 +44,7 @@ def _cycle(file: File, last: syntax.Call, path: Mapping[str, syntax.Call | None]
     names = list(path)
     cycle = names[names.index(last.function.text) + 1 :]
     calls = [path[name] for name in cycle][:4]
-    notes = tuple(
-        (file.locate(c.span), f"which calls `{shorten(c.function.text)}`") for c in calls if c is not None
-    )
+    notes = tuple((file.locate(c.span), f"which calls `{shorten(c.function.text)}`") for c in calls if c is not None)
     return CodaNameError(
         f"`{shorten(last.function.text)}` calls itself" + (" through other functions" if cycle else ""),
         file.locate(last.span),

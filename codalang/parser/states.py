@@ -19,9 +19,7 @@ def define_state(definition: syntax.State, file: File) -> StateDef:
     update = _function(p.update, p.carried + p.inputs, p.carried, file)
     merge = _function(p.merge, tuple((f"{side}_{c}", d) for side in "ab" for c, d in p.carried), p.carried, file)
     finalize = _function(p.finalize, p.carried, tuple((r.text, None) for r in p.results), file)
-    results = tuple(
-        (r.text, finalize.nodes[i].type.dtype) for r, i in zip(p.results, finalize.results, strict=True)
-    )
+    results = tuple((r.text, finalize.nodes[i].type.dtype) for r, i in zip(p.results, finalize.results, strict=True))
     vjp = None
     if p.vjp is not None:
         _no_cotangent_of_an_index(p.vjp, results, file)
@@ -33,9 +31,7 @@ def define_state(definition: syntax.State, file: File) -> StateDef:
         for literal, (_, dtype) in zip(p.initial, p.carried, strict=True)
     )
     loc = file.locate(definition.name.span)
-    return StateDef(
-        definition.name.text, p.inputs, p.carried, initial, update, merge, finalize, results, vjp, loc
-    )
+    return StateDef(definition.name.text, p.inputs, p.carried, initial, update, merge, finalize, results, vjp, loc)
 
 
 def _function(part: Part, params: Named, wanted: tuple[tuple[str, Dtype | None], ...], file: File) -> Function:
@@ -50,9 +46,9 @@ def _function(part: Part, params: Named, wanted: tuple[tuple[str, Dtype | None],
         evaluator.let(let)
     assert isinstance(result, syntax.Return)
     results = []
-    for (name, dtype), value in zip(wanted, result.values, strict=True):
-        node = evaluator.node(value, dtype or Dtype.F32)
-        _check_result(builder, node, name, dtype, file, value)
+    for (name, of), value in zip(wanted, result.values, strict=True):
+        node = evaluator.node(value, of or Dtype.F32)
+        _check_result(builder, node, name, of, file, value)
         results.append(node)
     evaluator.finish()
     return function_of(builder, params, results)
