@@ -131,15 +131,14 @@ def define(
 
 
 def _lse_update(m: Scalar, s: Scalar, x: Scalar) -> tuple[Scalar, Scalar]:
-    top = apply("max", m, x)
-    shift = where(eq(top, -math.inf), 0.0, top)
-    return top, s * exp(m - shift) + exp(x - shift)
+    # of the two exponentials that rescale and add, one is always exp(0): one is computed.  Equal infinities count as 1.
+    ratio = where(eq(x, m), 1.0, exp(apply("neg", apply("abs", x - m))))
+    return apply("max", m, x), where(x > m, s * ratio + 1.0, s + ratio)
 
 
 def _lse_merge(a_m: Scalar, a_s: Scalar, b_m: Scalar, b_s: Scalar) -> tuple[Scalar, Scalar]:
-    top = apply("max", a_m, b_m)
-    shift = where(eq(top, -math.inf), 0.0, top)
-    return top, a_s * exp(a_m - shift) + b_s * exp(b_m - shift)
+    ratio = where(eq(a_m, b_m), 1.0, exp(apply("neg", apply("abs", a_m - b_m))))
+    return apply("max", a_m, b_m), where(b_m > a_m, a_s * ratio + b_s, a_s + b_s * ratio)
 
 
 ONLINE_LOGSUMEXP = define(
