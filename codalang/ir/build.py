@@ -24,7 +24,6 @@ from codalang.ir.ops import REDUCTIONS
 from codalang.ir.states import Function, Named, StateDef
 from codalang.ir.types import SCALAR, Dtype, Kind, ValueType
 
-
 _NUMBER_HINTS = {
     Dtype.I32: "`float(i)` makes a number of an index",
     Dtype.BOOL: "`float(mask)` makes a number of a mask",

@@ -49,7 +49,7 @@ class _Line:
     indent: int
     blank_before: bool
     opens_block: bool = False  # the first line of a definition with braces
-    ends_block: bool = False
+    ends_block: bool = False  # the last line of one
 
 
 @attrs.define
@@ -61,11 +61,12 @@ class _State:
     last: str = ""  # the type of the token before
     unary: bool = False  # that token is a sign
     fresh: bool = True  # that token ended a statement
+    first: bool = False  # that token began one
     continued: bool = False  # the statement has gone on to a further line outside brackets
 
 
 def _lines(text: str) -> Iterator[_Line]:
-    """The lines of the result, in order.  There are no strings in the language, so a # always begins a comment."""
+    """The lines of the result, in order."""
     tokens = list(parser().lex(text))
     blocks, ends = set(_block_starts(tokens)), set(_statement_ends(tokens))
     by_line: dict[int, list[Token]] = {}
@@ -75,7 +76,7 @@ def _lines(text: str) -> Iterator[_Line]:
     state = _State()
     blank = False
     for number, content in enumerate(text.split("\n"), start=1):
-        comment = content[content.index("#") :].rstrip() if "#" in content else ""
+        comment = _comment(content, by_line.get(number, []))
         if number not in by_line and not comment:
             blank = True
             continue
@@ -87,6 +88,12 @@ def _lines(text: str) -> Iterator[_Line]:
         line.comment = comment
 
 
+def _comment(content: str, tokens: list[Token]) -> str:
+    """The comment of a line: from the first # behind its tokens, one of which may be a path with a #."""
+    behind = content[(tokens[-1].end_column or 1) - 1 :] if tokens else content
+    return behind[behind.index("#") :].rstrip() if "#" in behind else ""
+
+
 def _place(token: Token) -> tuple[int, int]:
     return token.line or 1, token.column or 1
 
@@ -95,7 +102,7 @@ def _block_starts(tokens: list[Token]) -> Iterator[tuple[int, int]]:
     """Where definitions with braces begin."""
     start: Token | None = None
     for token in tokens:
-        if token.type in ("FN", "EPILOGUE"):
+        if token.type in ("FN", "EPILOGUE", "STATE"):
             start = token
         elif token.type == "LBRACE" and start is not None:
             yield _place(start)
@@ -139,7 +146,7 @@ def _line(tokens: list[Token], state: _State, ends: set[tuple[int, int]]) -> _Li
         space = " " if position and _spaced(token, state) else ""
         line.tokens.append(space + str(token))
         _advance(token, state, ends)
-    line.ends_block = bool(tokens) and tokens[0].type == "RBRACE"
+    line.ends_block = bool(tokens) and tokens[0].type == "RBRACE" and not state.braces
     return line
 
 
@@ -148,7 +155,7 @@ def _spaced(token: Token, state: _State) -> bool:
     if token.type in _TIGHT_BEFORE or state.last in _OPEN or state.unary:
         return False
     if token.type in _OPEN and state.last == "NAME":
-        return False
+        return state.first  # finalize (lse) = ...
     if token.type == "LPAR" and state.last == "RSQB":  # epilogue f[M, N](
         return False
     in_shape = bool(state.brackets) and state.brackets[-1] == "LSQB"
@@ -163,6 +170,7 @@ def _advance(token: Token, state: _State, ends: set[tuple[int, int]]) -> None:
     state.braces += (token.type == "LBRACE") - (token.type == "RBRACE")
     state.unary = token.type == "MINUS" and state.last not in _ENDS_OPERAND
     state.last = token.type
+    state.first = state.fresh and not state.brackets
     state.fresh = token.type == "LBRACE" or _place(token) in ends
     state.continued = state.continued and not state.fresh
 
@@ -178,7 +186,7 @@ def _separate_blocks(lines: list[_Line]) -> None:
             lines[first].blank_before = True
         if line.ends_block and index + 1 < len(lines):
             lines[index + 1].blank_before = True
-        if line.ends_block:
+        if line.tokens and line.tokens[0] == "}":
             line.blank_before = False
     for previous, line in zip(lines, lines[1:], strict=False):
         if previous.tokens and previous.tokens[-1].strip() == "{":

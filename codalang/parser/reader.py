@@ -26,7 +26,10 @@ _CONSTANTS = {"true": True, "false": False, "inf": float("inf"), "nan": float("n
 
 
 def read(source: Source) -> tuple[syntax.Import | syntax.Definition, ...]:
-    """The imports and definitions of a file, in textual order.  `source` must be normalized.  Raises CodaSyntaxError."""
+    """The imports and definitions of a file, in textual order.
+
+    `source` must be normalized.  Raises CodaSyntaxError or CodaUnsupportedError.
+    """
     try:
         items: Any = parser().parse(source.text)  # what the callback for `start` made
     except UnexpectedInput as error:
