@@ -5,14 +5,19 @@
     y = m.swiglu(a, w)                          # swiglu(a @ w.T), differentiable
     print(m.swiglu.backward.source)             # the derived backward, as .coda
 
+    @codalang.epilogue                          # the same in Python; see codalang.builder
+    def swiglu(acc: tile[M, N]): ...
+
 Importing this imports neither torch nor the device compiler; `load` imports torch, and the first call on a Hopper GPU
 the compiler.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, overload
 
 from codalang.errors import (
     CodaCallError,
@@ -27,7 +32,9 @@ from codalang.errors import (
 )
 
 if TYPE_CHECKING:
-    from codalang.torch import Module
+    from codalang.builder.shapes import Dim
+    from codalang.builder.states import Transform
+    from codalang.torch import EpilogueFunction, Module
 
 __version__ = "0.1.0"
 
@@ -42,7 +49,9 @@ __all__ = [
     "CodaUnsupportedError",
     "Source",
     "__version__",
+    "epilogue",
     "load",
+    "state",
 ]
 
 
@@ -58,3 +67,44 @@ def load(program: str | os.PathLike[str] | Source) -> Module:
     from codalang.torch import load
 
     return load(program)
+
+
+@overload
+def epilogue(function: Callable[..., None]) -> EpilogueFunction: ...
+
+
+@overload
+def epilogue(
+    *, name: str | None = None, dims: tuple[Dim | str, Dim | str] | None = None
+) -> Callable[[Callable[..., None]], EpilogueFunction]: ...
+
+
+def epilogue(function: Callable[..., None] | None = None, **options: Any) -> Any:
+    """The epilogue that a Python function means, as a differentiable function; see `codalang.builder`.
+
+    Args:
+        function: a function of values, its parameters annotated with shapes.
+        name: the epilogue's name, if not the function's.
+        dims: the symbols of rows and columns, where the shapes do not say both.
+
+    Raises a CodaError with the line of Python that is wrong.
+    """
+    from codalang.builder import build
+    from codalang.torch import EpilogueFunction
+
+    if function is None:
+        return functools.partial(epilogue, **options)
+    made = EpilogueFunction(build(function, **options))
+    for attribute in ("__module__", "__qualname__", "__doc__"):  # its arguments are a matmul's, not the function's
+        setattr(made, attribute, getattr(function, attribute))
+    return made
+
+
+def state(definition: type) -> Transform:
+    """The stateful transform that a Python class means; see `codalang.builder.states`.
+
+    Raises a CodaError with the line of Python that is wrong.
+    """
+    from codalang.builder.states import define
+
+    return define(definition)

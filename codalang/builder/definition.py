@@ -1,0 +1,127 @@
+"""A Python function that is to be recorded: where it is written, how it is annotated, and how it is run."""
+
+import __future__
+
+import ast
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+from codalang.builder import place
+from codalang.builder.recording import Recording
+from codalang.errors import CodaError, CodaTypeError, CodaUnsupportedError, Loc
+
+
+def check_function(function: object) -> None:
+    """Raise CodaTypeError for anything but a plain Python function."""
+    what = f"{function!r}"
+    if isinstance(function, FunctionType):
+        flags = function.__code__.co_flags
+        if not flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+            if function.__name__ != "<lambda>":
+                return
+            what = "a lambda"
+        else:
+            what = f"the generator or coroutine `{function.__name__}`"
+    raise CodaTypeError(f"expected a plain Python function, got {what}", place.here(), hint="write it with `def`")
+
+
+def run(function: FunctionType, arguments: Sequence[object], recording: Recording) -> object:
+    """What the function returns.  Its CodaErrors are raised at the user's line, without codalang's own frames."""
+    try:
+        return function(*arguments)
+    except RecursionError:
+        raise CodaUnsupportedError(
+            f"`{recording.name}` does not come to an end: Python's recursion limit is reached",
+            recording.builder.loc,
+            hint="a function may call itself only if Python numbers decide when it stops: values are not known yet",
+        ) from None
+    except CodaError as error:
+        raise _placed(error).with_traceback(None) from None
+
+
+def _placed(error: CodaError) -> CodaError:
+    """An error that knows no place (another epilogue was called) at the user's innermost line."""
+    if error.loc is not None:
+        return error
+    found = None
+    traceback = error.__traceback__
+    while traceback is not None:
+        if not place.is_own(traceback.tb_frame.f_code):
+            found = place.at(traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    error.loc = found
+    error.hint = (
+        error.hint or "an epilogue calls no other: one matmul has one epilogue; call Python functions of values"
+    )
+    return error
+
+
+def annotations_of(function: FunctionType) -> dict[str, Callable[[], object]]:
+    """Each annotation as a function that gives it.  What Python kept as text is evaluated where it was written."""
+    written = inspect.get_annotations(function)
+    if not function.__code__.co_flags & __future__.annotations.compiler_flag:
+        return {name: functools.partial(_same, given) for name, given in written.items()}
+    scope = dict(next(place.frames()).frame.f_locals)
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    scope |= {name: cell.cell_contents for name, cell in cells if _is_set(cell)}
+    return {name: functools.partial(_evaluate, text, function, scope) for name, text in written.items()}
+
+
+def _same(given: object) -> object:
+    return given
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _evaluate(text: str, function: FunctionType, scope: dict[str, Any]) -> object:
+    try:
+        return eval(text, function.__globals__, scope)
+    except CodaError:
+        raise
+    except Exception as error:
+        raise CodaTypeError(
+            f"the annotation `{text}` cannot be evaluated: {error}",
+            hint='dimensions are `Dim`s or text: `tile["M", "N"]`',
+        ) from None
+
+
+class Definition:
+    """Where a function and its parameters are written."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._code = function.__code__
+        self._file = place.read(self._code.co_filename, function.__globals__)
+        self._node = self._file.functions.get((function.__name__, self._code.co_firstlineno))
+
+    @property
+    def name(self) -> Loc:
+        """The place of the function's name."""
+        if self._node is None:
+            return self._file.whole_line(self._code.co_firstlineno)
+        line = self._node.lineno
+        start = self._node.col_offset + len("def ")
+        return self._file.loc((line, line, start, start + len(self._node.name.encode())))
+
+    def parameter(self, name: str) -> Loc:
+        """The place of a parameter with its annotation."""
+        if self._node is not None:
+            arguments = self._node.args
+            every: list[ast.arg | None] = [
+                *arguments.posonlyargs,
+                *arguments.args,
+                *arguments.kwonlyargs,
+                arguments.vararg,
+                arguments.kwarg,
+            ]
+            for argument in every:
+                if argument is not None and argument.arg == name:
+                    return self._file.loc(place.span_of(argument))
+        return self.name
