@@ -8,7 +8,9 @@ The backward is made of the same differentiable calls as the forward, and saved 
 forward, so they carry history: derivatives of any order are right, without a rule for any order.
 
 Cotangents may be missing, strided, of stride 0, or shared, and are only read.  For each subset of cotangents and of
-inputs that need a gradient, a backward is derived once and kept.
+inputs that need a gradient, a backward is derived once and kept; it loads nothing but what the forward kept.
+
+Indices and masks have no gradient: None goes to an input of them, and nothing comes from an output.
 
     Operator    an epilogue and how it is hosted; owns its derivatives
     Plan        an operator at given extents and dtypes
@@ -30,10 +32,10 @@ from codalang.autodiff import Derivative, Load, derive
 from codalang.errors import CodaUnsupportedError
 from codalang.ir.build import EpilogueBuilder, canonical
 from codalang.ir.epilogue import Epilogue, Output, Store
-from codalang.ir.types import tile
+from codalang.ir.types import Dtype, tile
 from codalang.torch.execute import Job
 from codalang.torch.opaque import execute, is_traced
-from codalang.torch.signature import Extent, Value, columns_of, output_dtype
+from codalang.torch.signature import Extent, Value, output_dtype
 
 Flags = tuple[bool, ...]
 
@@ -44,13 +46,20 @@ class Operator:
 
     epilogue: Epilogue
     on_gemm: bool
-    _derivatives: dict[tuple[frozenset[str], frozenset[str]], Derivative] = attrs.field(factory=dict, init=False)
+    _derivatives: dict[Any, Derivative] = attrs.field(factory=dict, init=False)
 
-    def derivative(self, wrt: frozenset[str], cotangents: frozenset[str]) -> Derivative:
-        """The derivative for gradients of `wrt` from the cotangents of these outputs; derived once."""
-        key = (wrt, cotangents)
+    def derivative(
+        self, wrt: frozenset[str], cotangents: frozenset[str], kept: frozenset[Load] | None = None
+    ) -> Derivative:
+        """The derivative for gradients of `wrt` from the cotangents of these outputs; derived once.
+
+        `kept`: what its backward may load beside cotangents (default: whatever is best, for a forward yet to run).
+        """
+        key = (wrt, cotangents, kept)
         if key not in self._derivatives:
-            self._derivatives[key] = derive(self.epilogue, wrt=wrt, cotangents=cotangents, hosted=not self.on_gemm)
+            self._derivatives[key] = derive(
+                self.epilogue, wrt=wrt, cotangents=cotangents, hosted=not self.on_gemm, kept=kept
+            )
         return self._derivatives[key]
 
     def slot(self, param: str) -> int:
@@ -136,6 +145,7 @@ class Tape:
         kept_tensors, kept_numbers: the arguments that are kept, by position.
         kept_outputs: the outputs that are kept, visible ones or saved ones.
         visible: how many outputs the caller sees; the rest are the saved ones.
+        indices: the outputs that hold no floats.
     """
 
     def __init__(self, plan: Plan, requires: Flags, values: Sequence[Value]) -> None:
@@ -149,7 +159,9 @@ class Tape:
         self.job = plan.job_of(first.forward) if first.saved else plan.job
         self.outputs = {o.name: i for i, o in enumerate(self.operator.epilogue.outputs)}
         self.visible = len(operator.epilogue.outputs)
-        self._usual = (requires, tuple(index < self.visible for index in self.outputs.values()))
+        given = self.operator.epilogue.outputs
+        self.indices = tuple(i for i, o in enumerate(given) if o.type.dtype is not Dtype.F32)
+        self._usual = (requires, tuple(i < self.visible and i not in self.indices for i in range(len(given))))
         inputs = {operator.slot(load.name) for load in first.loads.values() if load.source == "param"}
         if operator.on_gemm:
             inputs |= {other for other, slot in ((1, 0), (0, 1)) if requires[slot]}
@@ -157,6 +169,11 @@ class Tape:
         self.kept_numbers = tuple(sorted(slot for slot in inputs if not isinstance(values[slot], Tensor)))
         loaded = {self.outputs[load.name] for load in first.loads.values() if load.source in ("output", "saved")}
         self.kept_outputs = tuple(sorted(loaded))
+        self._kept = frozenset(
+            Load("output" if load.source == "saved" else load.source, load.name)
+            for load in first.loads.values()
+            if load.source != "cotangent"
+        )
         self.dtypes = tuple(v.dtype if isinstance(v, Tensor) else plan.compute for v in values)
         self._shapes = tuple(v.shape if isinstance(v, Tensor) else torch.Size() for v in values)
         self._device = next(v.device for v in values if isinstance(v, Tensor))
@@ -165,13 +182,6 @@ class Tape:
     def zeros(self, slot: int) -> Tensor:
         """The gradient of an argument on which nothing depends."""
         return torch.zeros(self._shapes[slot], dtype=self.dtypes[slot], device=self._device)
-
-    def missing(self, index: int) -> Tensor:
-        """The cotangent of an output that nobody used, where it cannot be left out."""
-        output = self.job.epilogue.outputs[index]
-        rows = (self.plan.rows,) if output.type.kind.has_rows else ()
-        shape = rows + columns_of(output.type.width, self.plan.columns)
-        return torch.zeros((), dtype=self.job.dtypes[index], device=self._device).expand(shape)
 
     def step(self, needs: Flags, present: Flags) -> Step:
         """The backward that wants these arguments' gradients from these outputs' cotangents."""
@@ -182,32 +192,18 @@ class Tape:
         return step
 
     def derivative(self, needs: Flags, present: Flags) -> Derivative:
-        """A derivative whose backward loads nothing but what was kept.
-
-        Where leaving cotangents out would make it load something else, none is left out (they are zeros then).
-        """
-        names = tuple(self.outputs)
-        visible = names[: self.visible]
+        """A derivative whose backward loads nothing but what was kept."""
         if (needs, present) == self._usual:
             return self._first
-        given = tuple(name for name, there in zip(names, present, strict=True) if there)
-        for cotangents in (given, tuple(dict.fromkeys(visible + given)), names):
-            candidate = self.operator.derivative(self.operator.wanted(needs), frozenset(cotangents))
-            if self._has_all(candidate):
-                return candidate
-        raise CodaUnsupportedError(
-            f"this derivative of `{self.plan.operator.epilogue.name}` needs values that its forward did not keep",
-            self.plan.operator.epilogue.loc,
-            hint="compute the second derivative through codalang.ir.reference.run, which torch differentiates",
-        )
-
-    def _has_all(self, derivative: Derivative) -> bool:
-        if derivative.saved:
-            return False
-        kept = {("param", slot) for slot in self.kept_tensors + self.kept_numbers}
-        kept |= {("output", index) for index in self.kept_outputs}
-        loads = [self.place(load) for load in derivative.loads.values()]
-        return all(place in kept for place in loads if place[0] != "cotangent")
+        given = frozenset(name for name, there in zip(self.outputs, present, strict=True) if there)
+        try:
+            return self.operator.derivative(self.operator.wanted(needs), given, self._kept)
+        except CodaUnsupportedError as error:
+            raise CodaUnsupportedError(
+                f"this derivative of `{self.plan.operator.epilogue.name}` needs values that its forward did not keep",
+                error.loc,
+                hint="compute the second derivative through codalang.ir.reference.run, which torch differentiates",
+            ) from None
 
     def place(self, load: Load) -> tuple[str, int]:
         """Where a backward's parameter comes from: the position of an argument ("param"), or of an output."""
@@ -261,10 +257,7 @@ class Step:
     ) -> dict[str, Tensor]:
         """The backward's results by name."""
         tables: dict[str, Any] = {"param": inputs, "output": outputs, "cotangent": cotangents}
-        values: dict[str, Any] = {}
-        for name, (source, index) in self._places.items():
-            value = tables[source][index]
-            values[name] = self._tape.missing(index) if value is None else value
+        values = {name: tables[source][index] for name, (source, index) in self._places.items()}
         results: dict[str, Tensor] = {output: values[name] for output, name in self._aliases.items()}
         if self._plan is not None:
             computed = invoke(self._plan, [values[name] for name in self._loaded])
@@ -307,6 +300,8 @@ class _Call(torch.autograd.Function):
     def forward(ctx: Any, tape: Tape, *values: Value) -> tuple[Tensor, ...]:
         outputs = tuple(execute(tape.job, values))
         ctx.set_materialize_grads(False)
+        if tape.indices:
+            ctx.mark_non_differentiable(*[outputs[i] for i in tape.indices])
         ctx.tape = tape
         ctx.numbers = [values[slot] for slot in tape.kept_numbers]
         ctx.save_for_backward(*[values[slot] for slot in tape.kept_tensors], *[outputs[i] for i in tape.kept_outputs])

@@ -3,7 +3,7 @@
 | tensors                                                     | backend                                              |
 |-------------------------------------------------------------|------------------------------------------------------|
 | on a Hopper GPU; a and w both bf16 or both f16, the rest    | the kernel (`codalang.lower.run`)                    |
-| bf16, f16 or f32                                            |                                                      |
+| bf16, f16, f32, int32, int64 or bool                        |                                                      |
 | anything else                                               | the reference interpreter, on the tensors' device    |
 
 The reference computes in float64 where any tensor is float64, else in float32, the matmul included, and rounds each
@@ -28,11 +28,11 @@ from codalang.ir.epilogue import Epilogue
 from codalang.torch.signature import Extent, Value
 
 _MATMUL_DTYPES = (torch.bfloat16, torch.float16)
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64, torch.bool)
 
 
 # What the reference does by a view.
-_VIEWING = ("even", "odd", "stop_gradient")
+_VIEWING = ("even", "odd", "stop_gradient", "cast")
 
 
 class CodaFallbackWarning(UserWarning):

@@ -99,7 +99,7 @@ class Hosting:
         like = next((v for v in values if isinstance(v, Tensor) and v.dim() > 0), None)
         dtype = torch.float64 if like is not None and like.dtype is torch.float64 else torch.float32
         device = None if like is None else like.device
-        tensors = [v if isinstance(v, Tensor) else torch.full((), v, dtype=dtype, device=device) for v in values]
+        tensors = opaque.as_tensors(values, self.signature.params, dtype, device)
         return cast(list[Tensor], torch.ops.codalang.call(self._text, self.signature.on_gemm, tensors, extents))
 
 

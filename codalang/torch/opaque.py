@@ -16,13 +16,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from codalang.ir.epilogue import Epilogue
+from codalang.ir.epilogue import Epilogue, Param
 from codalang.torch import execute as backend
 from codalang.torch.execute import Job
-from codalang.torch.signature import FLOATING, Extent, Value, columns_of
+from codalang.torch.signature import ELEMENTS, FLOATING, Extent, Value, columns_of
 
 # By name, because torch 2.11 hands a list of dtypes to Python as numbers.
-_DTYPES = {str(dtype): dtype for dtype in FLOATING}
+_DTYPES = {str(dtype): dtype for dtype in (*FLOATING, torch.int32, torch.int64)}
 
 _epilogues: dict[str, Epilogue] = {}
 _texts: dict[int, tuple[Epilogue, str]] = {}
@@ -39,7 +39,8 @@ def execute(job: Job, values: Sequence[Value]) -> Sequence[Tensor]:
     if not is_traced():
         return backend.execute(job, values)
     device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
-    tensors = [v if isinstance(v, Tensor) else torch.full((), v, dtype=job.compute, device=device) for v in values]
+    params = job.epilogue.params[1:] if job.on_gemm else job.epilogue.params
+    tensors = as_tensors(values, params, job.compute, device)
     outputs = torch.ops.codalang.execute(
         text_of(job.epilogue),
         job.on_gemm,
@@ -50,6 +51,17 @@ def execute(job: Job, values: Sequence[Value]) -> Sequence[Tensor]:
         [str(d) for d in job.dtypes],
     )
     return cast(list[Tensor], outputs)
+
+
+def as_tensors(
+    values: Sequence[Value], params: Sequence[Param], compute: torch.dtype, device: torch.device | None
+) -> list[Tensor]:
+    """Numbers among the values as tensors of what their parameters hold; `params` are those of the last values."""
+    lead = len(values) - len(params)
+    return [
+        v if isinstance(v, Tensor) else ELEMENTS[params[i - lead].type.dtype].as_tensor(v, compute, device)
+        for i, v in enumerate(values)
+    ]
 
 
 def text_of(epilogue: Epilogue) -> str:

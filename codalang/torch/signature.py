@@ -14,6 +14,8 @@ made once per combination and then looked up.
 | a row                      | [w*N]            |                                                        |
 | a scalar                   | [] or a number   |                                                        |
 
+What a parameter holds is floats of any dtype, int32 or int64 or bool as it is declared (`ELEMENTS`).
+
 Hosted calls take the accumulator itself as their first tile; `...` and N are then whatever the first arguments that
 have them say, or the `extents` that the caller gives.
 """
@@ -23,7 +25,7 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
 import attrs
@@ -31,14 +33,53 @@ import torch
 from torch import Tensor
 
 from codalang.errors import CodaCallError
-from codalang.ir.epilogue import Epilogue, Output, Param, Store
+from codalang.ir.epilogue import Epilogue, Node, Output, Param
+from codalang.ir.ops import OPS
 from codalang.ir.reference import TORCH_DTYPES
-from codalang.ir.types import Kind, show_extent
+from codalang.ir.types import Dtype, Kind, show_extent
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 Value = Tensor | float
 Extent = int  # or a SymInt while a compiler traces
+
+
+@attrs.frozen
+class Elements:
+    """What an argument for a parameter of some register dtype holds.
+
+    Attributes:
+        dtypes: of tensors; the first is what a number becomes where it must be a tensor, None for the dtype that is
+            computed in.
+        number: whether a Python number will do for a scalar.
+        called: that number, in words.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    number: Callable[[object], bool]
+    called: str
+
+    def as_tensor(self, value: float, compute: torch.dtype, device: torch.device | None) -> Tensor:
+        """A number as a tensor without dimensions: what `check` refuses as a number it must refuse as a tensor, too."""
+        if isinstance(value, bool | int | float) and not self.number(value):
+            return torch.tensor(value, device=device)
+        dtype = compute if self.dtypes is FLOATING else self.dtypes[0]
+        return torch.full((), value, dtype=dtype, device=device)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and -(2**31) <= value < 2**31
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+ELEMENTS = {
+    Dtype.F32: Elements(FLOATING, _is_number, "a number"),
+    Dtype.I32: Elements((torch.int32, torch.int64), _is_integer, "an integer of 32 bits"),
+    Dtype.BOOL: Elements((torch.bool,), lambda value: isinstance(value, bool), "True or False"),
+}
 
 _MISSING = object()
 _OPERAND_SHAPES = {"a": "[..., K]", "w": "[N, K]"}
@@ -64,6 +105,11 @@ class Signature:
     def show(self) -> str:
         """The call as it is written."""
         return f"{self.epilogue.name}{'' if self.on_gemm else '.hosted'}({', '.join(self.names)})"
+
+    @property
+    def groups(self) -> list[tuple[Node, int]]:
+        """The nodes that combine groups of adjacent columns, and how many each."""
+        return [(n, int(n.attr or 1)) for n in self.epilogue.nodes if n.op in OPS and OPS[n.op].attr == "group"]
 
     @property
     def needs_even_columns(self) -> bool:
@@ -148,7 +194,9 @@ def key(values: Sequence[object]) -> tuple[object, ...]:
 
 
 def _number_key(value: object) -> object:
-    return float if isinstance(value, numbers.Real) and not isinstance(value, bool) else (type(value), id(value))
+    """Which sorts of numbers it is; what is none is like itself only."""
+    sorts = (_is_number(value), _is_integer(value), isinstance(value, bool))
+    return sorts if True in sorts else (type(value), id(value))
 
 
 def check(signature: Signature, values: Sequence[object], extents: tuple[Extent, Extent] | None = None) -> Binding:
@@ -185,17 +233,21 @@ def check(signature: Signature, values: Sequence[object], extents: tuple[Extent,
 
 
 def output_dtype(output: Output, default: torch.dtype, compute: torch.dtype) -> torch.dtype:
-    """An annotation wins; else a tile has `default` and a reduction the dtype that is computed in."""
+    """An annotation wins; else a tile has `default`, an index int32, and any other vector the dtype that is computed
+    in."""
     if output.dtype is not None:
         return TORCH_DTYPES[output.dtype]
-    return default if isinstance(output, Store) else compute
+    if output.type.dtype is Dtype.I32:
+        return torch.int32
+    return default if output.type.kind is Kind.TILE else compute
 
 
 def _default_dtype(signature: Signature, values: Sequence[object], compute: torch.dtype) -> torch.dtype:
-    """A's dtype; hosted, that of the first tile."""
+    """A's dtype; hosted, that of the first tile of floats."""
     for value, param in zip(values, _params_or_operands(signature), strict=True):
         if isinstance(value, Tensor) and (param is None or param.type.kind is Kind.TILE):
-            return value.dtype
+            if value.is_floating_point():
+                return value.dtype
     return compute
 
 
@@ -205,35 +257,39 @@ def _params_or_operands(signature: Signature) -> list[Param | None]:
 
 
 def _check_kind_of_value(signature: Signature, name: str, value: object, param: Param | None) -> None:
-    """A strided floating tensor of the annotated dtype, or a number for a scalar."""
+    """A strided tensor of a dtype that fits the declaration, or a number for a scalar."""
     where = f"`{name}` of `{signature.epilogue.name}`"
     loc = param.loc if param else None
+    elements = ELEMENTS[param.type.dtype if param else Dtype.F32]
     wanted = (
         param.type.show(signature.epilogue.dims) if param else {"a": "a tensor [..., K]", "w": "a tensor [N, K]"}[name]
     )
     is_scalar = param is not None and param.type.kind is Kind.SCALAR
     if not isinstance(value, Tensor):
-        if is_scalar and isinstance(value, numbers.Real) and not isinstance(value, bool):
+        if is_scalar and elements.number(value):
             return
-        raise CodaCallError(
-            f"{where} must be {wanted}{' or a number' if is_scalar else ''}, got {_describe(value)}", loc, argument=name
-        )
+        also = f" or {elements.called}" if is_scalar else ""
+        raise CodaCallError(f"{where} must be {wanted}{also}, got {_describe(value)}", loc, argument=name)
     if value.layout is not torch.strided:
         raise CodaCallError(
             f"{where} must be a strided tensor, got layout {value.layout}", loc, argument=name, hint="call .to_dense()"
         )
-    if value.dtype not in FLOATING:
+    declared = TORCH_DTYPES[param.dtype] if param is not None and param.dtype is not None else None
+    if declared is not None and value.dtype is not declared:
+        other = elements.dtypes is FLOATING and value.dtype in FLOATING
         raise CodaCallError(
-            f"{where} must have one of the dtypes bfloat16, float16, float32, float64, got {value.dtype}",
+            f"{where} is declared {param.dtype if param else None} ({declared}), got {value.dtype}",
             loc,
             argument=name,
+            hint=f"call .to({declared}){', or drop the annotation to take any dtype' if other else ''}",
         )
-    if param is not None and param.dtype is not None and value.dtype is not TORCH_DTYPES[param.dtype]:
+    if value.dtype not in elements.dtypes:
+        names = [str(d).removeprefix("torch.") for d in elements.dtypes]
         raise CodaCallError(
-            f"{where} is declared {param.dtype} ({TORCH_DTYPES[param.dtype]}), got {value.dtype}",
+            f"{where} must have one of the dtypes {', '.join(names)}, got {value.dtype}",
             loc,
             argument=name,
-            hint=f"call .to({TORCH_DTYPES[param.dtype]}), or drop the annotation to take any dtype",
+            hint=None if param is None else "integers are declared i32 or i64, masks bool",
         )
 
 
@@ -280,6 +336,20 @@ class _Shapes:
                 self.epilogue.loc,
                 argument=self.columns_by,
             )
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        """Groups of adjacent columns divide the columns that they are formed of."""
+        for node, group in self.signature.groups:
+            columns = columns_of(node.type.width, self.columns)[0]
+            if columns % group:
+                raise CodaCallError(
+                    f"`{node.op}` of `{self.epilogue.name}` has groups of {group} columns, but `{self.columns_by}` "
+                    f"makes {show_extent(node.type.width or Fraction(1), self.n)} = {columns}",
+                    node.loc,
+                    argument=self.columns_by,
+                    hint=f"pass a multiple of {group} columns",
+                )
 
     def _from_operands(self) -> None:
         a, w = self.values[0], self.values[1]
