@@ -149,15 +149,19 @@ class EpilogueBuilder:
             raise CodaTypeError(
                 f"`{definition.name}` has {len(definition.results)} results, got {len(names)} names", loc
             )
-        widths = {w for w in (type.width, *(self.nodes[v].type.width for v in values)) if w is not None}
-        for (wanted, input_dtype), value in zip(definition.inputs, values, strict=True):
-            have = self.nodes[value].type
-            if have.dtype is not input_dtype or len(widths) > 1:
+        types = [self.nodes[v].type for v in values]
+        for (wanted, input_dtype), have in zip(definition.inputs, types, strict=True):
+            if have.dtype is not input_dtype:
                 raise CodaTypeError(
-                    f"`{wanted}` of `{definition.name}` must be {input_dtype.value} over the columns of "
-                    f"{type.show(self.dims)}, got {have.show(self.dims)}",
-                    loc,
+                    f"`{wanted}` of `{definition.name}` must be {input_dtype.value}, got {have.show(self.dims)}", loc
                 )
+        if len({t.width for t in (type, *types)} - {None}) > 1:
+            shown = ", ".join(t.show(self.dims) for t in types)
+            raise CodaTypeError(
+                f"`state {names[0]}` is declared {type.show(self.dims)}, but folds {shown}",
+                loc,
+                hint="what is folded together has as many columns as a row result",
+            )
         for index, name in enumerate(names):
             if name == DISCARD:
                 continue

@@ -77,19 +77,23 @@ def _result_dtype(
             raise CodaTypeError(
                 f"operand {position} of `{spelled}` must be {names}, got {operand.show(dims)}",
                 loc,
-                hint=_DTYPE_HINTS[operand.dtype],
+                hint=_dtype_hint(operand.dtype, allowed),
             )
     shown = ", ".join(t.show(dims) for t in operands)
-    raise CodaTypeError(
-        f"the operands of `{spelled}` must agree in dtype, got {shown}", loc, hint=_DTYPE_HINTS[Dtype.I32]
-    )
+    raise CodaTypeError(f"the operands of `{spelled}` must agree in dtype, got {shown}", loc, hint=_INDEX_HINT)
 
 
-_DTYPE_HINTS = {
-    Dtype.F32: "compare first: `x != 0` makes a mask of a number, `where(mask, 1, 0)` a number of a mask",
-    Dtype.BOOL: "compare first: `x != 0` makes a mask of a number, `where(mask, 1, 0)` a number of a mask",
-    Dtype.I32: "`float(i)` makes a number of an index",
-}
+_INDEX_HINT = "`float(i)` makes a number of an index"
+_MASK_HINT = "compare first: `x != 0` makes a mask of a number, `where(mask, 1, 0)` a number of a mask"
+
+
+def _dtype_hint(have: Dtype, allowed: set[Dtype]) -> str:
+    """What to do with an operand of another dtype than those allowed."""
+    if have is Dtype.I32:
+        return _INDEX_HINT if Dtype.F32 in allowed else "compare first: `i == 3` makes a mask of an index"
+    if have is Dtype.F32 and Dtype.I32 in allowed:
+        return "it is a number already, and no number becomes an index"
+    return _MASK_HINT
 
 
 def _check_attribute(info: OpInfo, op: str, attr: str | float | int | None, loc: Loc | None) -> None:
@@ -101,7 +105,7 @@ def _check_attribute(info: OpInfo, op: str, attr: str | float | int | None, loc:
     }[info.attr]
     wanted = {
         None: "no attribute",
-        "exponent": "a constant exponent",
+        "exponent": "a finite constant exponent",
         "dtype": f"a storage dtype ({', '.join(STORAGE_DTYPES)})",
         "group": "a constant group size that is a power of two",
     }[info.attr]

@@ -21,7 +21,7 @@ The result is a fixed point: nodes are made from simplified operands only, and n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -80,8 +80,8 @@ class _Graph:
     def make(self, op: str, args: tuple[int, ...], like: Node, attr: str | float | int | None = None) -> int:
         """The simplest node for `op(args)`.  `like` is the node that it is made for: its location and hint."""
         operands = [self.nodes[a] for a in args]
-        if op in _FOLD and all(n.op == "const" for n in operands):
-            value = _fold(op, [n.attr for n in operands], attr)
+        if all(n.op == "const" for n in operands):
+            value = fold(op, [n.attr for n in operands], attr)
             if value is not None:
                 return self.constant(value, like)
         type_ = infer(op, [n.type for n in operands], self.dims, like.loc, attr)
@@ -264,8 +264,12 @@ _RULES: dict[str, tuple[_Rule, ...]] = {
 # Constant folding, with the special values of torch.
 
 
-def _fold(op: str, values: list[float | bool | str | None], attr: str | float | int | None) -> float | bool | None:
-    """The value of an op on constants, or None where it is not certain."""
+def fold(
+    op: str, values: Sequence[float | bool | str | None], attr: str | float | int | None = None
+) -> float | bool | None:
+    """The value of an op on constants, or None where there is none that is certain."""
+    if op not in _FOLD:
+        return None
     try:
         value = _FOLD[op](*values, *([] if attr is None else [attr]))
     except OverflowError:  # only exp, exp2 overflow: everything else answers infinities by itself

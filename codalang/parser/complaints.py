@@ -275,6 +275,17 @@ _RULES: tuple[tuple[Callable[[_Situation], bool], Callable[[_Situation], CodaErr
         _syntax_error("expected `:` and a shape, got `{token}`", "each parameter has a shape: `acc: tile[M, N]`"),
     ),
     (
+        lambda s: _at_statement(s) and s.token.type == "IMPORT",
+        _syntax_error("`import` stands outside of { }", "imports come first, on lines of their own"),
+    ),
+    (
+        lambda s: s.token.type == "LPAR" and s.accepts == {"EQUAL", "_COLON"} and s.open[-2].type == "STATE",
+        _syntax_error(
+            "a state is defined outside of epilogues",
+            "inside, `state s: col[M] = online_logsumexp(x)` folds values with one",
+        ),
+    ),
+    (
         lambda s: _at_definition(s) and s.token.type in _STATEMENT - _DEFINITION,
         _syntax_error("`{token}` stands inside an epilogue's { }"),
     ),

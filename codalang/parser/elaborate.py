@@ -41,7 +41,11 @@ _DTYPE_NAMES = {
     "boolean": "bool",
 }
 _EXAMPLES = {Kind.SCALAR: "scalar", Kind.ROW: "row[{1}]", Kind.COL: "col[{0}]", Kind.TILE: "tile[{0}, {1}]"}
-_KEYWORDS = {syntax.Store: "store", syntax.Reduce: "reduce", syntax.Fold: "state"}
+_FOLDED_HINTS = {
+    Dtype.F32: "`float(i)` makes a number of an index or a mask",
+    Dtype.I32: "an index comes from `row_index()`, `col_index()` or a parameter",
+    Dtype.BOOL: "compare first: `x != 0` makes a mask of a number",
+}
 
 
 def elaborate(definition: syntax.Epilogue, file: File, state: Callable[[File, Word], StateDef]) -> Epilogue:
@@ -224,12 +228,32 @@ class _Elaborator:
             self.evaluator.node(operand, dtype)
             for operand, (_, dtype) in zip(call.operands, definition.inputs, strict=True)
         ]
+        for operand, value, wanted in zip(call.operands, values, definition.inputs, strict=True):
+            self._check_folded(call.function, operand, value, wanted)
         type_ = self._declared(statement.names[0], statement.shape, "state", "col[M]")
         names = [n.text for n in statement.names]
+        self._check_count(statement, definition)
         dtype = self._result_dtype(statement.dtype, definition, names)
         loc = self._where(statement)
         spans = [(v, operand.span) for v, operand in zip(values, call.operands, strict=True)]
         self._fitting(spans, lambda: self.builder.state(names, values, type_, definition, dtype, loc))
+
+    def _check_folded(self, state: Word, operand: syntax.Expression, value: int, wanted: tuple[str, Dtype]) -> None:
+        name, dtype = wanted
+        if self.builder.nodes[value].type.dtype is not dtype:
+            raise CodaTypeError(
+                f"`{shorten(name)}` of `{shorten(state.text)}` must be {dtype.value}, got {self._show(value)}",
+                self._loc(operand.span),
+                hint=_FOLDED_HINTS[dtype],
+            )
+
+    def _check_count(self, statement: syntax.Fold, definition: StateDef) -> None:
+        if len(statement.names) > len(definition.results):
+            results = ", ".join(shorten(name) for name, _ in definition.results)
+            raise CodaTypeError(
+                f"`{shorten(definition.name)}` has fewer results than there are names: {results}",
+                self._loc(statement.names[len(definition.results)].span),
+            )
 
     def _result_dtype(self, word: Word | None, definition: StateDef, names: list[str]) -> str | None:
         """An annotation that suits every result that is named."""

@@ -21,6 +21,7 @@ from codalang.errors import CodaError, CodaTypeError, CodaUnsupportedError, Loc
 from codalang.ir.build import EpilogueBuilder
 from codalang.ir.names import DISCARD
 from codalang.ir.ops import OPS
+from codalang.ir.simplify import fold
 from codalang.ir.types import Dtype
 from codalang.parser import syntax
 from codalang.parser.complaints import shorten
@@ -86,6 +87,7 @@ class Evaluator:
         self._frame = _Frame(file, {})
         self._literals: list[tuple[float, Loc]] = []
         self._literal_of: dict[str, int] = {}
+        self._constants: dict[int, float | bool] = {}  # of nodes that are constant expressions
         self._called: dict[_Key, tuple[int, ...]] = {}
         self._steps = 0
         # Names given inside `fn`s count only where the epilogue itself gives none.
@@ -191,7 +193,7 @@ class Evaluator:
 
     def _literal(self, literal: syntax.Literal) -> int:
         if not literal.whole:
-            return self.builder.const(literal.value, self._here(literal.span))
+            return self._const(self.builder.const(literal.value, self._here(literal.span)))
         key = repr(literal.value)
         if key not in self._literal_of:
             self._literal_of[key] = ~len(self._literals)
@@ -203,7 +205,14 @@ class Evaluator:
         if value >= 0:
             return value
         number, loc = self._literals[~value]
-        return self.builder.integer(int(number), loc) if dtype is Dtype.I32 else self.builder.const(number, loc)
+        integer = dtype is Dtype.I32
+        return self._const(self.builder.integer(int(number), loc) if integer else self.builder.const(number, loc))
+
+    def _const(self, node: int) -> int:
+        value = self.builder.nodes[node].attr
+        assert isinstance(value, float | int)
+        self._constants[node] = value
+        return node
 
     def _resolved(self, values: Sequence[int]) -> list[int]:
         """The nodes of operands of one op."""
@@ -215,8 +224,8 @@ class Evaluator:
         """The number that a value is, or None where it is no constant."""
         if value < 0:
             return self._literals[~value][0]
-        node = self.builder.nodes[value]
-        return node.attr if node.op == "const" and isinstance(node.attr, float) else None
+        number = self._constants.get(value)
+        return number if isinstance(number, float) else None
 
     # Ops
 
@@ -274,9 +283,16 @@ class Evaluator:
         return int(number) if OPS[name].attr == "group" and number.is_integer() else number
 
     def _op(self, op: str, operands: Sequence[int], span: Span, attr: str | float | int | None = None) -> int:
-        return self._checked(
-            lambda: self.builder.op(op, *self._operands(op, operands), attr=attr, loc=self._here(span)), span
-        )
+        def make() -> int:
+            nodes = self._operands(op, operands)
+            node = self.builder.op(op, *nodes, attr=attr, loc=self._here(span))
+            if nodes and all(n in self._constants for n in nodes):
+                value = fold(op, [self._constants[n] for n in nodes], attr)
+                if value is not None:
+                    self._constants[node] = value
+            return node
+
+        return self._checked(make, span)
 
     def _operands(self, op: str, operands: Sequence[int]) -> list[int]:
         if op == "float":  # of an index or a mask: a literal is an index

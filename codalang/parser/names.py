@@ -50,10 +50,10 @@ _LOCALITY_HINT = (
     "commutes with the next matmul, so apply it to that matmul's result"
 )
 _WORDS = {
-    syntax.Store: "store",
-    syntax.Reduce: "reduce",
-    syntax.Fold: "state",
-    syntax.Keep: "save or recompute",
+    syntax.Store: "`store`",
+    syntax.Reduce: "`reduce`",
+    syntax.Fold: "fold a `state`",
+    syntax.Keep: "`save` or `recompute`",
 }
 
 _Output = syntax.Store | syntax.Reduce | syntax.Fold
@@ -120,7 +120,7 @@ class _Names:
     # Definitions
 
     def _epilogue(self, definition: syntax.Epilogue) -> None:
-        reductions = {n.text: n.span for s in definition.statements for n in _reduced_names(s)}
+        reductions = {n.text: s.span for s in definition.statements for n in _reduced_names(s)}
         scope = _Scope({}, {}, reductions, frozenset(_symbols(definition)))
         for param in definition.params:
             self._value(param.name, scope, "parameter")
@@ -168,8 +168,9 @@ class _Names:
     def _allowed_in_block(self, statement: syntax.Statement, what: str, last: bool) -> None:
         loc = self.file.locate(statement.span)
         if type(statement) in _WORDS:
-            word = statement.how if isinstance(statement, syntax.Keep) else _WORDS[type(statement)]
-            raise CodaSyntaxError(f"{what} cannot `{word}`", loc, hint=f"{what} is a function of values: return it")
+            raise CodaSyntaxError(
+                f"{what} cannot {_WORDS[type(statement)]}", loc, hint=f"{what} is a function of values: return it"
+            )
         if isinstance(statement, syntax.Return) and not last:
             raise CodaSyntaxError("nothing can follow a `return`", loc)
 
