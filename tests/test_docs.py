@@ -102,6 +102,11 @@ def compare(block: Block | None, text: str) -> None:
         assert block.text == text
 
 
+def shown(error: CodaError) -> str:
+    """An error's text, with the standard library's files named from the root of the repository."""
+    return str(error).replace(f"{ROOT}{os.sep}", "")
+
+
 def blocks_of(page: Path) -> list[Block]:
     """The blocks of a page as they were when the tests began."""
     return [block for block in ALL if block.page == page]
@@ -192,7 +197,7 @@ def test_a_derived_backward_is_what_is_derived(block: Block) -> None:
 def test_a_mistake_in_a_program_is_answered_as_shown(block: Block) -> None:
     with pytest.raises(CodaError) as caught:
         parse(block.text)
-    compare(after(block, "text"), str(caught.value))
+    compare(after(block, "text"), shown(caught.value))
 
 
 # ---------------------------------------------------------------- Python
@@ -213,7 +218,7 @@ def test_the_python_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) 
         elif block.info == "python wrong":
             with pytest.raises(CodaError) as caught:
                 exec(_compiled(block), namespace)
-            compare(after(block, "text"), str(caught.value))
+            compare(after(block, "text"), shown(caught.value))
 
 
 def _compiled(block: Block) -> object:
