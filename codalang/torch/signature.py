@@ -68,7 +68,7 @@ class Elements:
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and -(2**31) <= value < 2**31
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and -(2**31) <= int(value) < 2**31
 
 
 def _is_number(value: object) -> bool:
