@@ -54,7 +54,12 @@ _EXCERPT_LEAD = 60
 
 
 def _excerpt(loc: Loc) -> list[str]:
-    """The source line, or the part around the location of a long one, and carets under the stretch that is meant."""
+    """The source line, or the part around the location of a long one, and carets under the stretch that is meant.
+
+    Nothing of a source whose text is not known (Python that came from no file).
+    """
+    if not loc.source.text:
+        return []
     text = loc.source.line(loc.line)
     start = max(0, loc.column - 1 - _EXCERPT_LEAD) if len(text) > _EXCERPT_WIDTH else 0
     before, after = "..." * (start > 0), "..." * (len(text) > start + _EXCERPT_WIDTH)

@@ -3,6 +3,7 @@
 import __future__
 
 import ast
+import builtins
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from codalang.builder import place
 from codalang.builder.recording import Recording
+from codalang.builder.shapes import Dim
 from codalang.errors import CodaError, CodaTypeError, CodaUnsupportedError, Loc
 
 
@@ -81,16 +83,37 @@ def _is_set(cell: Any) -> bool:
         return False
 
 
+class _Names(dict[str, Any]):
+    """The names of an annotation: those that mean nothing else are dimensions."""
+
+    def __init__(self, scope: dict[str, Any], others: dict[str, Any]) -> None:
+        super().__init__(scope)
+        self._others = others
+
+    def __missing__(self, name: str) -> object:
+        if name in self._others:
+            return self._others[name]
+        return getattr(builtins, name) if hasattr(builtins, name) else Dim(name)
+
+
 def _evaluate(text: str, function: FunctionType, scope: dict[str, Any]) -> object:
-    try:
-        return eval(text, function.__globals__, scope)
-    except CodaError:
-        raise
-    except Exception as error:
-        raise CodaTypeError(
-            f"the annotation `{text}` cannot be evaluated: {error}",
-            hint='dimensions are `Dim`s or text: `tile["M", "N"]`',
-        ) from None
+    """An annotation that Python kept as text.
+
+    Tools that modernize Python take the quotes off `tile["T", "F"]` there, so T and F may be names of nothing.
+    """
+    first: Exception | None = None
+    for names in ((function.__globals__, scope), ({}, _Names(scope, function.__globals__))):
+        try:
+            return eval(text, *names)
+        except CodaError:
+            raise
+        except Exception as error:
+            first = first or error
+            if not isinstance(error, NameError):
+                break
+    raise CodaTypeError(
+        f"the annotation `{text}` cannot be evaluated: {first}", hint="a shape is written as in `acc: tile[M, N]`"
+    )
 
 
 class Definition:

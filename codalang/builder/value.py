@@ -139,7 +139,7 @@ class Value:
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: object, **named: object) -> Value:
         """A numpy number on the left of an operator; numpy's functions are refused."""
         if method == "__call__" and ufunc.__name__ in _UFUNCS:
-            left, right = (i if isinstance(i, Value) else constant_of(i) for i in inputs)
+            left, right = (i if isinstance(i, Value) else constant_of(_unwrapped(i)) for i in inputs)
             result: Value = _UFUNCS[ufunc.__name__](left, right)
             return result
         _refuse_call("numpy", ufunc.__name__, inputs)
@@ -242,7 +242,18 @@ def checked(recording: Recording, operand: object) -> Value | Number:
         return int(operand)
     if isinstance(operand, numbers.Real):
         return float(operand)
+    if _is_numpy_number(operand):
+        return checked(recording, operand.item())  # type: ignore[attr-defined]
     raise recording.located(_stranger(operand))
+
+
+def _is_numpy_number(operand: object) -> bool:
+    return type(operand).__module__ == "numpy" and hasattr(operand, "item") and not hasattr(operand, "__len__")
+
+
+def _unwrapped(operand: object) -> object:
+    """Numpy makes arrays without axes of the numbers that it compares."""
+    return operand.item() if getattr(operand, "shape", None) == () else operand  # type: ignore[attr-defined]
 
 
 def constant_of(number: object, dtype: Dtype = Dtype.F32) -> Value:

@@ -1,0 +1,108 @@
+"""The built-in states as Python classes, in a module whose annotations Python keeps as text."""
+
+from __future__ import annotations
+
+from math import inf
+
+import codalang
+from codalang.builder import exp, log, where
+from codalang.builder import max as larger
+
+NO_INDEX = 2**31 - 1
+
+
+@codalang.state
+class online_logsumexp:
+    m: float = -inf
+    s: float = 0
+
+    def update(self, x):
+        ratio = where(x == self.m, 1, exp(-abs(x - self.m)))
+        return larger(self.m, x), where(x > self.m, self.s * ratio + 1, self.s + ratio)
+
+    def merge(self, other):
+        ratio = where(self.m == other.m, 1, exp(-abs(self.m - other.m)))
+        return larger(self.m, other.m), where(other.m > self.m, self.s * ratio + other.s, self.s + other.s * ratio)
+
+    def finalize(self):
+        return {"lse": self.m + log(self.s)}
+
+    def vjp(x, lse, d_lse):
+        return d_lse * exp(x - lse)
+
+
+def precedes(x, top, earlier):
+    ties = (x == top) | ((x != x) & (top != top))
+    return (x > top) | ((x != x) & (top == top)) | (ties & earlier)
+
+
+@codalang.state
+class argmax:
+    top: float = -inf
+    at: int = NO_INDEX
+
+    def update(self, x, i: int):
+        better = precedes(x, self.top, i < self.at)
+        return where(better, x, self.top), where(better, i, self.at)
+
+    def merge(self, other):
+        better = precedes(other.top, self.top, other.at < self.at)
+        return where(better, other.top, self.top), where(better, other.at, self.at)
+
+    def finalize(self):
+        return {"value": self.top, "index": self.at}
+
+    @staticmethod
+    def vjp(i, index, d_value):
+        return where(i == index, d_value, 0)
+
+
+@codalang.state
+class argmax2:
+    top: f32 = -inf  # noqa: F821
+    at: i32 = NO_INDEX  # noqa: F821
+    beside: codalang.builder.i32 = NO_INDEX
+
+    def update(self, x, i: i32, j: i32):  # noqa: F821
+        better = precedes(x, self.top, (i < self.at) | ((i == self.at) & (j < self.beside)))
+        return where(better, x, self.top), where(better, i, self.at), where(better, j, self.beside)
+
+    def merge(self, other):
+        earlier = (other.at < self.at) | ((other.at == self.at) & (other.beside < self.beside))
+        better = precedes(other.top, self.top, earlier)
+        return (
+            where(better, other.top, self.top),
+            where(better, other.at, self.at),
+            where(better, other.beside, self.beside),
+        )
+
+    def finalize(self):
+        return {"value": self.top, "row": self.at, "column": self.beside}
+
+    def vjp(i, j, row, column, d_value):
+        return where((i == row) & (j == column), d_value, 0)
+
+
+@codalang.state
+class welford:
+    n: float = 0
+    mean: float = 0
+    m2: float = 0
+
+    def update(self, x):
+        count = self.n + 1
+        delta = x - self.mean
+        moved = self.mean + delta / count
+        return count, moved, self.m2 + delta * (x - moved)
+
+    def merge(self, other):
+        count = self.n + other.n
+        share = other.n / larger(count, 1)
+        delta = other.mean - self.mean
+        return count, self.mean + delta * share, self.m2 + other.m2 + delta * delta * self.n * share
+
+    def finalize(self):
+        return {"mean": self.mean, "var": self.m2 / self.n, "count": self.n}
+
+    def vjp(x, mean, count, d_mean, d_var):
+        return (d_mean + d_var * ((x - mean) * 2)) / count
