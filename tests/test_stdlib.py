@@ -36,8 +36,9 @@ from codalang.parser import format_source, parse
 from codalang.sources import library_names
 
 FILES = sorted((Path(__file__).parents[1] / "stdlib").glob("*.coda"))
-# An odd number of rows; two heads of 128 columns.
-ROWS, COLUMNS = 5, 256
+# Three heads of 128 columns, and tiles that divide neither rows nor columns.
+ROWS, COLUMNS = 5, 384
+TILE = (2, 256)
 # Both sides compute in float64, and differ in the order of operations only.
 TOLERANCE = 1e-9
 
@@ -329,7 +330,7 @@ def test_computes_the_formula(key: str) -> None:
 @each_epilogue
 def test_computes_the_formula_tile_by_tile(key: str) -> None:
     inputs = inputs_of(key)
-    tiled = reference.run_tiled(EPILOGUES[key], inputs, tile=(2, 128), extents=(ROWS, COLUMNS))
+    tiled = reference.run_tiled(EPILOGUES[key], inputs, tile=TILE, extents=(ROWS, COLUMNS))
     assert_close(tiled, by_formula(key, inputs))
 
 
@@ -458,7 +459,32 @@ def test_cross_entropy_is_torch_s() -> None:
     assert abs(loss - want) <= 1e-7 * abs(want)  # an offset of 1e4 costs four digits
     for got, wanted in zip(torch.autograd.grad(loss, (a, w)), torch.autograd.grad(want, (a, w)), strict=True):
         assert (got - wanted).norm() <= 1e-7 * wanted.norm()
-    assert loss.isfinite() and torch.autograd.grad(library.cross_entropy(a, w, target).lse[2], a)[0].isfinite().all()
+    ignored = library.cross_entropy(a, w, torch.full_like(target, -100))
+    nothing = library.token_loss.hosted(*ignored, target - COLUMNS, weight, 0.1, 0.1, 2.0, extents=(ROWS, 1)).sum()
+    assert nothing == 0 and not any(g.any() for g in torch.autograd.grad(nothing, (a, w)))
+
+
+@pytest.mark.parametrize("columns", [1, 127, 129, 1000])
+def test_no_column_beyond_the_last_is_counted(columns: int) -> None:
+    """A vocabulary that no tile divides, all logits negative: a padding column of 0 would be the largest."""
+    generator = torch.Generator().manual_seed(6)
+    acc = -1000 - torch.rand(ROWS, columns, generator=generator, dtype=torch.float64)
+    target = torch.randint(0, columns, (ROWS,), generator=generator)
+    inputs = {"acc": acc, "target": target}
+    for tile in ((2, 1), (3, 64), (64, 128)):
+        got = reference.run_tiled(EPILOGUES["cross_entropy"], inputs, tile=tile)
+        assert_close(got, by_formula("cross_entropy", inputs))
+        assert_close(reference.run_tiled(EPILOGUES["amax"], {"acc": acc}, tile=tile), by_formula("amax", {"acc": acc}))
+
+
+def test_statistics_are_precise_far_from_zero() -> None:
+    """In float32, values near 1000 with a deviation of 1: a difference of squares would lose the variance."""
+    generator = torch.Generator().manual_seed(7)
+    x = (1000 + torch.randn(ROWS, 769, generator=generator)).float()
+    got = codalang.load("layernorm_stats").layernorm_stats.hosted(x, torch.zeros_like(x))
+    want = x.double().var(-1, correction=0)
+    assert (got.var - want).norm() <= 1e-4 * want.norm()
+    assert torch.equal(got.x, x)
 
 
 # ---------------------------------------------------------------- as programs
