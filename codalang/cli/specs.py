@@ -17,7 +17,6 @@ from collections.abc import Mapping
 import attrs
 
 from codalang.autodiff import Derivative
-from codalang.errors import CodaCallError
 from codalang.ir.epilogue import Epilogue, Output, Param
 from codalang.ir.types import Kind
 from codalang.lower.plan import choose
@@ -27,17 +26,16 @@ DTYPES = ("bf16", "f16")
 
 
 def forward_spec(epilogue: Epilogue, dtype: str, rows: int, columns: int, depth: int) -> KernelSpec:
-    """The kernel of an epilogue on a GEMM whose accumulator is rows x columns, and whose K is `depth`.
+    """The kernel of an epilogue on a GEMM whose accumulator is rows x columns, and whose K is `depth`; without an
+    accumulator, hosted on plain tensors.
 
-    Raises CodaCallError where no GEMM can host it, CodaUnsupportedError where no kernel covers it.
+    Raises CodaUnsupportedError where no kernel covers it.
     """
-    if epilogue.accumulator is None:
-        raise CodaCallError(
-            f"`{epilogue.name}` has no accumulator (its first parameter is not a tile), so no matmul can host it",
-            epilogue.loc,
-        )
-    inputs = tuple(param_dtype(p, dtype) for p in loaded_params(epilogue, True))
+    on_gemm = epilogue.accumulator is not None
+    inputs = tuple(param_dtype(p, dtype) for p in loaded_params(epilogue, on_gemm))
     stores = tuple(output_dtype(s, dtype) for s in epilogue.stores)
+    if not on_gemm:
+        return KernelSpec(epilogue, None, inputs, stores, None)
     spec = KernelSpec(epilogue, Operand(dtype, "k", "k"), inputs, stores, None)
     return attrs.evolve(spec, config=choose(spec, rows, columns, depth))
 

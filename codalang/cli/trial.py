@@ -2,7 +2,8 @@
 
 Inputs are rounded to their dtypes first.  A result's error is its distance from what the reference computes of them in
 float64 (gradients: from what torch makes of that), relative by norm.  Beside it stands the error of the *rounding
-mode*: the reference in float32, rounded wherever the kernel rounds, saved values included.
+mode*: the reference in float32, rounded wherever the kernel rounds, saved values included.  An index is judged by the
+value that stands at it (two elements may tie but for rounding), any other integer by the fraction that differs.
 
 A result is inaccurate, and the exit code 1, where its error exceeds the dtype's bound, or, of a kernel, both 1.5 times
 that of the rounding mode and what accumulation explains: 1e-5, and 2^-24 for each 16 elements of K, because tensor
@@ -16,14 +17,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from codalang.cli import OK, WRONG, add_program, print_json
 from codalang.cli.programs import load_program, only
 from codalang.errors import CodaCallError
-from codalang.ir.epilogue import Epilogue
-from codalang.ir.types import Kind
+from codalang.ir.epilogue import Epilogue, Output, State
+from codalang.ir.types import Dtype, Kind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,7 +119,8 @@ class _Trial:
         self.inputs = self._make_inputs()
 
     def _make_inputs(self) -> dict[str, Tensor]:
-        """Tiles are normal; rows, cols and scalars stand around 1, as scales do."""
+        """Tiles are normal; rows, cols and scalars stand around 1, as scales do.  Indices are those of columns;
+        half of a mask holds."""
         import torch
 
         from codalang.ir.reference import TORCH_DTYPES
@@ -134,6 +136,9 @@ class _Trial:
             shape = ((self.m,) if param.type.kind.has_rows else ()) + (
                 (self._columns(param),) if param.type.width is not None else ()
             )
+            if param.type.dtype is not Dtype.F32:
+                inputs[param.name] = self._drawn(param, shape)
+                continue
             value = self._normal(shape)
             if param.type.kind is not Kind.TILE:
                 value = 1 + value / 4
@@ -147,6 +152,18 @@ class _Trial:
         import torch
 
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=torch.float64)
+
+    def _drawn(self, param: Any, shape: tuple[int, ...]) -> Tensor:
+        """Indices or a mask."""
+        import torch
+
+        from codalang.ir.reference import TORCH_DTYPES
+
+        if param.type.dtype is Dtype.BOOL:
+            return torch.rand(shape, generator=self.generator, device=self.device) < 0.5
+        most = max(1, self.n)
+        drawn = torch.randint(0, most, shape, generator=self.generator, device=self.device)
+        return drawn.to(TORCH_DTYPES[param.dtype])
 
     def _columns(self, param: Any) -> int:
         return int(param.type.width * self.n)
@@ -164,13 +181,17 @@ class _Trial:
         """The reference, which torch differentiates."""
         from codalang.ir import reference
 
+        named = self._named(dtype, values)
+        outputs = reference.run(self.epilogue, named, dtype=dtype, extents=(self.m, self.n))
+        return list(outputs.values())
+
+    def _named(self, dtype: Any, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The parameters by name, the accumulator included."""
         rest = list(values)
         if self.on_gemm:
             a, w, *rest = values
             rest = [a.to(dtype) @ w.to(dtype).T, *rest]
-        named = dict(zip((p.name for p in self.epilogue.params), rest, strict=True))
-        outputs = reference.run(self.epilogue, named, dtype=dtype, extents=(self.m, self.n))
-        return list(outputs.values())
+        return dict(zip((p.name for p in self.epilogue.params), rest, strict=True))
 
     def compare(self) -> list[dict[str, Any]]:
         """One row for each output and, with --backward, for each gradient."""
@@ -184,18 +205,65 @@ class _Trial:
             rounded = self._ours(*leaves[1])
         exact = self._reference(torch.float64, *leaves[2])
         results = [list(r) for r in (ours, rounded, exact)]
-        names = [o.name for o in self.epilogue.outputs]
+        rows = self._rows(*results)
         if self.backward:
-            names += [f"d_{name}" for name in self.inputs]
-            cotangents = [self._normal(tuple(o.shape)).to(o.dtype) for o in ours]
-            for result, inputs in zip(results, leaves, strict=True):
-                given = [c.to(r.dtype) for c, r in zip(cotangents, result, strict=True)]
-                with reference_only() if result is results[1] else contextlib.nullcontext():
-                    result += torch.autograd.grad(result, inputs, given)
-        return [self._row(name, *triple) for name, *triple in zip(names, *results, strict=True)]
+            rows += self._gradient_rows(results, leaves)
+        return rows
 
-    def _row(self, name: str, ours: Tensor, rounded: Tensor, exact: Tensor) -> dict[str, Any]:
-        error, expected = _relative(ours, exact), _relative(rounded, exact)
+    def _rows(self, ours: list[Tensor], rounded: list[Tensor], exact: list[Tensor]) -> list[dict[str, Any]]:
+        """One row for each output."""
+        rows = []
+        for output, *triple in zip(self.epilogue.outputs, ours, rounded, exact, strict=True):
+            errors = [self._error(output, found, exact, triple[2]) for found in (ours, rounded)]
+            rows.append(self._row(output.name, triple[0], *errors))
+        return rows
+
+    def _error(self, output: Output, found: list[Tensor], exact: list[Tensor], expected: Tensor) -> float:
+        """The error of an output, `found` and `exact` being all of them."""
+        import torch
+
+        from codalang.ir.attained import attained, is_index
+
+        names = [o.name for o in self.epilogue.outputs]
+        position = names.index(output.name)
+        if output.type.dtype is Dtype.F32:
+            return _relative(found[position], expected)
+        if not is_index(output) or not expected.numel():
+            return (found[position] != expected).double().mean().item() if expected.numel() else 0.0
+        assert isinstance(output, State)
+        inputs = self._named(torch.float64, list(self.inputs.values()))
+        there, wanted = (
+            attained(self.epilogue, output, inputs, dict(zip(names, r, strict=True)), extents=(self.m, self.n))
+            for r in (found, exact)
+        )
+        return _relative(there, wanted)
+
+    def _gradient_rows(self, results: list[list[Tensor]], leaves: list[list[Tensor]]) -> list[dict[str, Any]]:
+        """One row for each input of floats."""
+        import torch
+
+        from codalang.torch import reference_only
+
+        ours = results[0]
+        cotangents = [self._normal(tuple(o.shape)).to(o.dtype) for o in ours]
+        found = []
+        for result, inputs in zip(results, leaves, strict=True):
+            pairs = [(r, c.to(r.dtype)) for r, c in zip(result, cotangents, strict=True) if r.requires_grad]
+            wanted = [v for v in inputs if v.requires_grad]
+            if not pairs:
+                found.append([torch.zeros_like(v) for v in wanted])
+                continue
+            with reference_only() if result is results[1] else contextlib.nullcontext():
+                outputs, given = zip(*pairs, strict=True)
+                gradients = torch.autograd.grad(outputs, wanted, given, allow_unused=True, materialize_grads=True)
+            found.append(list(gradients))
+        names = [f"d_{name}" for name, value in self.inputs.items() if value.is_floating_point()]
+        return [
+            self._row(name, mine, _relative(mine, exact), _relative(rounded, exact))
+            for name, mine, rounded, exact in zip(names, *found, strict=True)
+        ]
+
+    def _row(self, name: str, ours: Tensor, error: float, expected: float) -> dict[str, Any]:
         likely = self.device == "cpu" or error <= max(_WORSE * expected, _FLOOR + self.k / 16 * 2**-24)
         return {
             "name": name,
@@ -207,6 +275,8 @@ class _Trial:
         }
 
     def _leaf(self, value: Tensor, exact: bool) -> Tensor:
+        if not value.is_floating_point():
+            return value
         return (value.detach().double() if exact else value.detach()).requires_grad_(self.backward)
 
     def times(self) -> list[dict[str, Any]]:
@@ -225,7 +295,7 @@ class _Trial:
 
             results = reference.run(self.epilogue, named, dtype=torch.float32, extents=(self.m, self.n))
             return [
-                r.to(self.dtype if o.type.kind is Kind.TILE else torch.float32)
+                r if o.type.dtype is Dtype.I32 else r.to(self.dtype if o.type.kind is Kind.TILE else torch.float32)
                 for r, o in zip(results.values(), self.epilogue.outputs, strict=True)
             ]
 
