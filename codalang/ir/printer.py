@@ -132,7 +132,11 @@ class _Printer:
             if isinstance(output, Store) and not epilogue.has_param(output.name):
                 stored_as.setdefault(output.value, []).append(output.name)
         self.kept = {k.value: k.how for k in epilogue.keeps}
-        self.text = GraphText(epilogue.nodes, epilogue.uses(), namer, stored_as=stored_as, named=frozenset(self.kept))
+        uses = epilogue.uses()
+        for outputs in _statements(epilogue.outputs):
+            for value in outputs[0].values * (len(outputs) - 1):  # results of one transform are one use
+                uses[value] -= 1
+        self.text = GraphText(epilogue.nodes, uses, namer, stored_as=stored_as, named=frozenset(self.kept))
 
     def print(self) -> str:
         lines = [self._header()]

@@ -302,7 +302,9 @@ def _logarithm(log: Callable[[float], float]) -> Callable[[float], float]:
     return lambda x: log(x) if x > 0 else -math.inf if x == 0 else math.nan
 
 
-def _pow(x: float, exponent: float) -> float:
+def _pow(x: float, exponent: float) -> float | None:
+    if repr(x) in ("-0.0", "-inf") and not exponent.is_integer():
+        return None  # the C library has other answers than a root, which may stand for the power
     if x == 0 and exponent < 0:
         odd = exponent % 2 == 1
         return math.copysign(math.inf, x) if odd else math.inf
