@@ -20,7 +20,9 @@ shapes      dimensions and shapes
 place       the user's line, column and names
 recording   the epilogue in the making
 value       values and their operators
-functions   functions of values, and the statements
+refuse      what Python does with a value and the language cannot
+functions   functions of values
+statements  what comes out: store, reduce, state
 states      stateful transforms as classes
 definition  a Python function: its place, its annotations, how it is run
 define      a Python function -> an Epilogue
@@ -32,8 +34,9 @@ import difflib
 from typing import Any
 
 from codalang.builder.define import build
-from codalang.builder.functions import FUNCTIONS, i32, recompute, reduce, rotate, save, split, state, store
+from codalang.builder.functions import FUNCTIONS, i32, rotate, split
 from codalang.builder.shapes import Dim, M, N, Shape, col, row, scalar, tile
+from codalang.builder.statements import recompute, reduce, save, state, store
 from codalang.builder.states import BUILTINS
 from codalang.builder.value import Value
 from codalang.ir.types import STORAGE_DTYPES

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from codalang.builder import place
-from codalang.builder.definition import Definition, annotations_of, check_function, run
+from codalang.builder.definition import Definition, annotations_of, check_function, run, unwrapped
 from codalang.builder.recording import Recording, recorded
 from codalang.builder.shapes import EXAMPLES, Dim, Shape, dim, shape
 from codalang.builder.value import Value
@@ -36,7 +36,8 @@ def build(function: Any, *, name: str | None = None, dims: tuple[Dim | str, Dim 
     """
     place.forget()
     check_function(function)
-    loc = Definition(function).name
+    written = unwrapped(function)
+    loc = Definition(written).name
     name = function.__name__ if name is None else name
     if not is_name(name):
         raise CodaNameError(
@@ -45,11 +46,11 @@ def build(function: Any, *, name: str | None = None, dims: tuple[Dim | str, Dim 
             hint="a name is made of ASCII letters, digits and _, and is no word of the grammar; "
             '`@codalang.epilogue(name="...")` gives another',
         )
-    recording = Recording("epilogue", name, function.__code__, loc)
+    recording = Recording("epilogue", name, written.__code__, loc)
     if dims is not None:
         recording.fix_dims((dim(dims[0]), dim(dims[1])), loc)
     with recorded(recording):
-        _check_outputs(run(function, _parameters(function, recording), recording), recording)
+        _check_outputs(run(function, _parameters(written, recording), recording), recording)
     return recording.builder.finish()
 
 

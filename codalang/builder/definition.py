@@ -30,6 +30,12 @@ def check_function(function: object) -> None:
     raise CodaTypeError(f"expected a plain Python function, got {what}", place.here(), hint="write it with `def`")
 
 
+def unwrapped(function: FunctionType) -> FunctionType:
+    """The function that the user wrote, under decorators."""
+    inner = inspect.unwrap(function)
+    return inner if isinstance(inner, FunctionType) else function
+
+
 def run(function: FunctionType, arguments: Sequence[object], recording: Recording) -> object:
     """What the function returns.  Its CodaErrors are raised at the user's line, without codalang's own frames."""
     try:

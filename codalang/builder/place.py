@@ -49,15 +49,20 @@ class File:
     """
 
     source: Source
+    lines: list[str]
     names: dict[Span, tuple[str | None, ...]]
     returned: frozenset[Span]
     tests: tuple[Test, ...]
     functions: dict[tuple[str, int], ast.FunctionDef]
 
+    def line(self, number: int) -> str:
+        """The text of a line, counted from 1, or ''."""
+        return self.lines[number - 1] if number <= len(self.lines) else ""
+
     def loc(self, span: Span) -> Loc:
         """The place of a span; of several lines, the part on the first."""
         line, end_line, column, end_column = span
-        text = self.source.line(line)
+        text = self.line(line)
         data = text.encode("utf-8", "surrogatepass")
 
         def characters(count: int) -> int:
@@ -69,7 +74,7 @@ class File:
 
     def whole_line(self, line: int) -> Loc:
         """The place of a line."""
-        text = self.source.line(line)
+        text = self.line(line)
         start = len(text) - len(text.lstrip()) + 1
         return Loc(self.source, line, start, max(len(text.rstrip()), start) + 1)
 
@@ -218,7 +223,7 @@ def _parse(name: str, text: str) -> File:
         elif isinstance(node, ast.FunctionDef):
             functions[node.name, min([node.lineno, *(d.lineno for d in node.decorator_list)])] = node
         tests += _tests(node)
-    return File(Source(name, text), names, frozenset(returned), tuple(tests), functions)
+    return File(Source(name, text), text.split("\n"), names, frozenset(returned), tuple(tests), functions)
 
 
 def _targets(target: ast.expr) -> tuple[str | None, ...]:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType
+from typing import NoReturn
 
 from codalang.builder import place
 from codalang.builder.place import Here
@@ -61,6 +62,10 @@ class Recording:
         """The error at the innermost line of the user's."""
         chain = chain or self.chain()
         return type(error)(error.message, chain[0].loc, notes=(*error.notes, *place.notes(chain)), hint=error.hint)
+
+    def fail(self, message: str, hint: str | None = None) -> NoReturn:
+        """Raise CodaTypeError at the innermost line of the user's."""
+        raise self.located(CodaTypeError(message, hint=hint))
 
     def declare(self, shape: Shape, loc: Loc) -> ValueType:
         """The type that a shape means here.  Its symbols become the epilogue's, or must be them."""

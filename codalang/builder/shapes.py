@@ -116,7 +116,8 @@ class Shape:
         )
 
     def __getitem__(self, _: object) -> Shape:
-        raise CodaTypeError(f"`{self}` has its dimensions", here())
+        has = "has its dimensions" if self.extents else "has no dimensions"
+        raise CodaTypeError(f"`{self}` {has}", here())
 
     def __str__(self) -> str:
         extents = f"[{', '.join(map(str, self.extents))}]" if self.extents else ""
