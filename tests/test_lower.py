@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import types
+import warnings
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -28,10 +29,10 @@ from codalang.ir.epilogue import Epilogue, Param, State
 from codalang.ir.ops import OPS
 from codalang.ir.simplify import simplify
 from codalang.ir.types import Dtype, Kind, tile
-from codalang.lower import plan
+from codalang.lower import load, plan
 from codalang.lower.body import Fold
 from codalang.lower.codegen import generate
-from codalang.lower.compile import compile_object
+from codalang.lower.compile import Report, compile_object
 from codalang.lower.spec import KernelSpec, Operand, base_width, folds, loaded_params, relative_width
 from codalang.parser import parse
 
@@ -387,3 +388,12 @@ def test_results_of_one_transform_are_one_fold() -> None:
     text = "epilogue e(acc: tile[M, N]) { state (m, v): col[M] = welford(acc)\n reduce s: col[M] = sum(acc) }"
     groups = folds(parse(text).epilogues["e"])
     assert [tuple(o.name for o in group) for group in groups] == [("m", "v"), ("s",)]
+
+
+def test_a_slow_kernel_is_told_of() -> None:
+    spec = KERNELS[0][1]
+    with pytest.warns(load.CodaSlowKernelWarning, match="spills 8 bytes .* and serializes"):
+        load._say_what_is_slow(spec, Report(168, 8, "C7517"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load._say_what_is_slow(spec, Report(168, 0, None))

@@ -195,9 +195,11 @@ class EpilogueLoop:
                 cute.arch.sync_warp()
             unit = self.body.UNIT // 8
             for first in range(0, config.subtile // 8, unit):
+                eights = tuple(range(first, first + unit))
+                rows = [self._load_row(item, i, visit, subtile, eights) for i, item in enumerate(kernel.rows)]
                 for half in (0, 1):
-                    place = Place(tile_m, tile_n, visit, step, subtile, block, tuple(range(first, first + unit)), half)
-                    self._columns(acc, staged, place, sums)
+                    place = Place(tile_m, tile_n, step, subtile, block, eights, half)
+                    self._columns(acc, staged, rows, place, sums)
             if self.loads and step + config.load_stages < steps:
                 cute.arch.sync_warp()
                 self._request(step + config.load_stages, tile_m, tile_n)
@@ -235,19 +237,20 @@ class EpilogueLoop:
                 cute.copy(port.atom, port.shared[(None, slot)], port.memory[(None, row, column)])
         cute.arch.cp_async_bulk_commit_group()
 
-    def _columns(self, acc: cute.Tensor, staged: Staged, place: "Place", sums: "TileSums") -> None:
+    def _columns(
+        self, acc: cute.Tensor, staged: Staged, rows: list[Registers], place: "Place", sums: "TileSums"
+    ) -> None:
         """The columns of one row that this thread holds of a unit: read, apply, write, reduce."""
         config = self.config
         arguments: list[Registers] = [
             tuple(acc[v] for eight in place.eights for v in self._accumulator_values(place, eight))
         ]
-        loads, cols = iter(self.loads), iter(staged.cols)
-        rows = iter(range(len(self.kernel.rows)))
+        loads, cols, given_rows = iter(self.loads), iter(staged.cols), iter(rows)
         for item in self.body.INPUTS:
             if item.kind == "tile":
                 arguments.append(self._load_tile(next(loads), place))
             elif item.kind == "row":
-                arguments.append(self._load_row(item, next(rows), place))
+                arguments.append(next(given_rows))
             elif item.kind == "col":
                 arguments.append((next(cols)[place.block][place.half],))
             else:
@@ -275,10 +278,11 @@ class EpilogueLoop:
         addresses = [self._address(port, stage, eight, place.half) for eight in place.eights]
         return tuple(r for address in addresses for r in load_shared(port.slab.dtype, address, count))
 
-    def _load_row(self, item: Any, index: int, place: "Place") -> Registers:
-        base = self._row_address(index, place.visit) + (self.lane % 4) * (item.registers * 4)
-        first = place.subtile * self.config.subtile
-        offsets = [int((first + 8 * eight) * item.width) * 4 for eight in place.eights]
+    def _load_row(self, item: Any, index: int, visit: Int32, subtile: int, eights: tuple[int, ...]) -> Registers:
+        """The staged columns of a row that this thread holds of a unit; both halves of the rows take the same."""
+        base = self._row_address(index, visit) + (self.lane % 4) * (item.registers * 4)
+        first = subtile * self.config.subtile
+        offsets = [int((first + 8 * eight) * item.width) * 4 for eight in eights]
         dtype = Float32 if item.dtype in ("bf16", "f16", "f32") else Int32
         words = tuple(w for offset in offsets for w in load_shared(dtype, base + offset, item.registers))
         return tuple(w != 0 for w in words) if item.dtype == "bool" else words
@@ -296,7 +300,6 @@ class Place:
 
     tile_m: Int32
     tile_n: Int32
-    visit: Int32
     step: int
     subtile: int
     block: int

@@ -12,6 +12,7 @@ import importlib.util
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,12 @@ import attrs
 from codalang.errors import CodaCompileError
 from codalang.lower import cache
 from codalang.lower.codegen import generate
-from codalang.lower.compile import ARCH, ENTRY, compile_object
+from codalang.lower.compile import ARCH, ENTRY, Report, compile_object
 from codalang.lower.spec import KernelSpec
+
+
+class CodaSlowKernelWarning(UserWarning):
+    """The device compiler's report shows a kernel that runs slower than it should."""
 
 
 @functools.cache
@@ -55,11 +60,11 @@ def library(spec: KernelSpec) -> Path:
 
 def _build(spec: KernelSpec, path: Path, compiler: str | None) -> None:
     if compiler is None:
-        compile_object(spec, path)
+        _say_what_is_slow(spec, compile_object(spec, path))
         return
     with tempfile.TemporaryDirectory(prefix="codalang-") as folder:
         object_file = Path(folder) / "kernel.o"
-        compile_object(spec, object_file)
+        _say_what_is_slow(spec, compile_object(spec, object_file))
         command = [compiler, "-shared", "-o", str(path), str(object_file)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
@@ -67,6 +72,18 @@ def _build(spec: KernelSpec, path: Path, compiler: str | None) -> None:
                 f"`{' '.join(command)}` failed: {result.stderr.strip()[-500:]}",
                 hint="linking needs a working C compiler; without one in PATH, objects are loaded unlinked",
             )
+
+
+def _say_what_is_slow(spec: KernelSpec, report: Report) -> None:
+    """Warn of a kernel that is right but slower than it should be: nobody reads the compiler's report otherwise."""
+    faults = [f"spills {report.spill_bytes} bytes of registers per thread"] if report.spill_bytes else []
+    faults += ["serializes its wgmmas"] if report.serialized else []
+    if faults:
+        warnings.warn(
+            f"the kernel of `{spec.epilogue.name}` {' and '.join(faults)}; it is right, but slower than it should be",
+            CodaSlowKernelWarning,
+            stacklevel=2,
+        )
 
 
 @functools.cache

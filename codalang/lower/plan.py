@@ -161,8 +161,8 @@ def shared_bytes(spec: KernelSpec, config: Config) -> int:
 def registers(spec: KernelSpec, config: Config) -> int:
     """Estimated registers of a consumer thread in the epilogue, for a kernel that shall not spill.
 
-    The accumulator; what each reduction carries (a row of the thread's columns per sub-tile, or a number per row that it
-    has); cols, a number per row; the columns of one unit; and some for addresses and temporaries.
+    The accumulator; what each reduction carries (a row of the thread's columns per sub-tile, or a number per row that
+    it has); cols, a number per row; the columns of one unit; and some for addresses and temporaries.
     """
     rows = config.tile[0] // (64 if config.ping_pong else 128) * 2
     columns = config.subtile // 4
