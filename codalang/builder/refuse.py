@@ -106,7 +106,7 @@ def truth(value: object) -> NoReturn:
     test, place = _test()
     error = located(
         CodaTypeError(
-            f"{value!r} is neither true nor false: it is so for each element",
+            f"{value!r} has no single truth value: each element has its own",
             hint=_TRUTH.get(
                 test.what if test else "",
                 "`where(mask, a, b)` chooses for each element; masks combine with `&`, `|`, `~`",
