@@ -23,9 +23,12 @@ from codalang.autodiff.save import Kept, choose, units
 from codalang.autodiff.seeds import EXACT, Result, Results, transform_of
 from codalang.errors import CodaCallError, CodaUnsupportedError
 from codalang.ir.build import canonical
-from codalang.ir.epilogue import Epilogue, Node, Output, Param, Reduce, State, Store
+from codalang.ir.epilogue import Epilogue, Keep, Node, Output, Param, Reduce, State, Store
 from codalang.ir.infer import infer
-from codalang.ir.types import WIDTHS, Dtype, Kind
+from codalang.ir.types import WIDTHS, Dtype, Kind, tile
+
+# What an author may ask of a value.
+SAVE, RECOMPUTE = "save", "recompute"
 
 
 def derive(
@@ -65,9 +68,11 @@ def derive(
     primal = _primal(graph, seeds.values())
     needed = _needed(graph, primal, [o.value for o in outputs])
     reduced = _reachable(graph, [r.node for r in results.asked.values()])
-    ways = _ways(graph, epilogue, indices, [p and not r for p, r in zip(primal, reduced, strict=True)], hosted, kept)
+    local = [p and not r for p, r in zip(primal, reduced, strict=True)]
+    keeps = {indices[k.value]: k for k in epilogue.keeps if kept is None}
+    ways = _ways(graph, epilogue, indices, local, hosted, kept, keeps)
     leaves = {r.node for r in results.asked.values()}
-    loaded = _named(graph, names, _chosen(graph, epilogue, needed, ways, kept, leaves))
+    loaded = _named(graph, names, _chosen(graph, epilogue, needed, ways, kept, leaves, keeps))
     finals = _finals(graph, epilogue, indices, names, results, _live(graph, outputs, loaded), kept)
     inputs = _inputs(graph, epilogue, names, loaded, finals)
     backward = _backward(graph, epilogue, outputs, inputs)
@@ -177,31 +182,42 @@ def _ways(
     graph: Graph,
     epilogue: Epilogue,
     indices: Sequence[int],
-    primal: Sequence[bool],
+    local: Sequence[bool],
     hosted: bool,
     kept: Collection[Load] | None,
+    keeps: Mapping[int, Keep],
 ) -> dict[int, Kept]:
-    """The cheapest way to load each value that the forward can compute and keep (`primal`), where there is one."""
+    """The cheapest way to load each value that the forward can compute and keep (`local`), where there is one.
+
+    What is asked to be recomputed is loaded as a parameter at most; a vector is loaded where it is asked to be saved.
+    """
     stored: dict[int, list[Store]] = {}
-    for store in epilogue.stores:
-        stored.setdefault(indices[store.value], []).append(store)
+    for store in epilogue.outputs:
+        if isinstance(store, Store) and graph.nodes[indices[store.value]].type == store.type:
+            stored.setdefault(indices[store.value], []).append(store)
     loadable = {p.name: p for p in epilogue.params if hosted or p is not epilogue.accumulator}
-    saving = {width: Kept("saved", None, units(width, None), units(width, None)) for width in WIDTHS}
+    saving = {tile(width): Kept("saved", None, units(width, None), units(width, None)) for width in WIDTHS}
     ways: dict[int, Kept] = {}
     for index, node in enumerate(graph.nodes):
-        if not (primal[index] and is_tile(node)):
+        how = keeps[index].how if index in keeps else None
+        if not local[index] or not (is_tile(node) or how == SAVE):
             continue
-        options = [Kept("output", s.name, units(s.type.width, s.dtype)) for s in stored.get(index, [])]
-        if node.op == "param" and node.attr in loadable:
-            param = loadable[node.attr]
-            options.insert(0, Kept("param", param.name, units(param.type.width, param.dtype)))
-        elif is_number(node) and node.type.width is not None:
-            options.append(saving[node.type.width])
+        param = loadable.get(str(node.attr)) if node.op == "param" else None
+        options = [] if param is None else [Kept("param", param.name, _units(param))]
+        if how != RECOMPUTE:
+            options += [Kept("output", s.name, _units(s)) for s in stored.get(index, [])]
+        if how != RECOMPUTE and param is None and is_number(node):
+            options.append(saving.get(node.type, Kept("saved", None)))
         if kept is not None:
             options = [o for o in options if o.name is not None and Load(o.how, o.name) in kept]
         if options:
             ways[index] = min(options, key=lambda way: way.capacity)
     return ways
+
+
+def _units(what: Param | Output) -> Fraction:
+    """Activation-sized traffic of loading a parameter or an output."""
+    return units(what.type.width, what.dtype) if what.type.kind is Kind.TILE else Fraction(0)
 
 
 def _chosen(
@@ -211,6 +227,7 @@ def _chosen(
     ways: Mapping[int, Kept],
     kept: Collection[Load] | None,
     leaves: Collection[int],
+    keeps: Mapping[int, Keep],
 ) -> dict[int, Kept]:
     """What to load beside `leaves`.  Raises CodaUnsupportedError where that cannot be had from what was kept."""
     free: list[bool] = []
@@ -221,14 +238,24 @@ def _chosen(
             free.append(not is_tile(node) and (kept is None or Load("param", str(node.attr)) in kept))
         else:
             free.append(not is_tile(node) and all(free[a] for a in node.args))
-    chosen = choose(graph.nodes, needed, ways, free)
+    forced = {index for index, keep in keeps.items() if keep.how == SAVE and index in ways}
+    chosen = choose(graph.nodes, needed, ways, free, forced)
     if chosen is None:
-        raise _not_kept(epilogue, kept)
+        raise _not_recomputed(epilogue, keeps) if kept is None else _not_kept(epilogue, kept)
     return chosen
 
 
-def _not_kept(epilogue: Epilogue, kept: Collection[Load] | None) -> CodaUnsupportedError:
-    names = ", ".join(f"`{load.name}`" for load in kept or ()) or "nothing"
+def _not_recomputed(epilogue: Epilogue, keeps: Mapping[int, Keep]) -> CodaUnsupportedError:
+    loc = next((k.loc for k in keeps.values() if k.how == RECOMPUTE), epilogue.loc)
+    return CodaUnsupportedError(
+        f"the backward of `{epilogue.name}` needs a value that is to be recomputed, but what it is made of is not kept",
+        loc,
+        hint="`save` a value that it is computed from",
+    )
+
+
+def _not_kept(epilogue: Epilogue, kept: Collection[Load]) -> CodaUnsupportedError:
+    names = ", ".join(f"`{load.name}`" for load in kept) or "nothing"
     return CodaUnsupportedError(
         f"the backward of `{epilogue.name}` needs more of its forward than was kept, which is {names}",
         epilogue.loc,
@@ -287,7 +314,7 @@ def _plan(
 ) -> tuple[Decision, ...]:
     """What is loaded, and those of the forward's own values that are recomputed from it."""
     own = set(indices)
-    tiles = {i for i in needed if is_tile(graph.nodes[i]) and i in own} | set(kept)
+    tiles = {i for i in needed if is_tile(graph.nodes[i]) and i in own} | {i for i in kept if is_tile(graph.nodes[i])}
     decisions = []
     for index in sorted(tiles):
         way = kept.get(index, Kept("recomputed", None))
@@ -331,7 +358,7 @@ def _inputs(
     ]
     loaded = {way.name: index for index, way in kept.items() if way.how == "output"}
     outputs = []
-    for o in epilogue.stores:
+    for o in epilogue.outputs:
         if o.name in loaded:
             # A parameter may have an output's name without being what is stored under it.
             other = epilogue.has_param(o.name) and leaf(o.name, epilogue.param(o.name)) != loaded[o.name]

@@ -61,7 +61,11 @@ def units(width: Fraction | None, dtype: str | None) -> Fraction:
 
 
 def choose(
-    nodes: Sequence[Node], needed: Collection[int], ways: Mapping[int, Kept], free: Sequence[bool]
+    nodes: Sequence[Node],
+    needed: Collection[int],
+    ways: Mapping[int, Kept],
+    free: Sequence[bool],
+    forced: Collection[int] = (),
 ) -> dict[int, Kept] | None:
     """The values to load, and how; None where they cannot be had from what may be loaded.
 
@@ -71,8 +75,28 @@ def choose(
         ways: the cheapest way to get a value by a load: of tile parameters, of stored values and of values that can be
             saved.  A value without a way can only be recomputed.
         free: which values cost nothing, because they depend on nothing but rows, cols and scalars.
+        forced: values to load wherever they are needed, whatever it costs.
     """
-    network = _network(nodes, needed, ways, free)
+    cut = _cheapest(_network(nodes, needed, ways, free, forced), ways)
+    if cut is None or not forced:
+        return cut
+    return {index: ways[index] for index in sorted({*cut, *_met(nodes, needed, cut, forced)})}
+
+
+def _met(nodes: Sequence[Node], needed: Collection[int], cut: Collection[int], forced: Collection[int]) -> set[int]:
+    """The forced values that are needed, directly or to compute others, beside those that are loaded anyway."""
+    seen = set(needed)
+    pending = list(seen)
+    while pending:
+        index = pending.pop()
+        new = set() if index in cut or index in forced else set(nodes[index].args) - seen
+        seen |= new
+        pending += new
+    return seen & set(forced)
+
+
+def _cheapest(network: networkx.DiGraph, ways: Mapping[int, Kept]) -> dict[int, Kept] | None:
+    """The minimum cut as the values to load; None where there is no finite one."""
     if "source" not in network or "sink" not in network:
         return {}
     try:
@@ -86,14 +110,18 @@ def choose(
 
 
 def _network(
-    nodes: Sequence[Node], needed: Collection[int], ways: Mapping[int, Kept], free: Sequence[bool]
+    nodes: Sequence[Node],
+    needed: Collection[int],
+    ways: Mapping[int, Kept],
+    free: Sequence[bool],
+    forced: Collection[int],
 ) -> networkx.DiGraph:
     """The flow network: needed values -> `use` of a value -> `make` of it -> use of its operands -> parameters.
 
     An edge without a capacity is infinite.
     """
     network = networkx.DiGraph()
-    pending = [i for i in needed if not free[i]]
+    pending = [i for i in needed if not free[i] and i not in forced]
     for index in pending:
         network.add_edge("source", (index, "use"))
     seen = set(pending)
@@ -106,7 +134,7 @@ def _network(
         if nodes[index].op == "param":
             network.add_edge((index, "make"), "sink")
         for arg in nodes[index].args:
-            if not free[arg]:
+            if not free[arg] and arg not in forced:
                 network.add_edge((index, "make"), (arg, "use"))
                 if arg not in seen:
                     seen.add(arg)
