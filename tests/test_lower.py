@@ -23,7 +23,7 @@ from strategies import epilogues, inputs_for
 
 from codalang.autodiff import derive
 from codalang.errors import CodaUnsupportedError, Source
-from codalang.ir import reference
+from codalang.ir import evaluate, reference
 from codalang.ir.build import EpilogueBuilder
 from codalang.ir.epilogue import Epilogue, Param, State
 from codalang.ir.ops import OPS
@@ -66,7 +66,7 @@ def stdlib_epilogue(path: Path) -> Epilogue:
 
 def _lift(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
     """An op of the reference on tuples of registers; a static attribute comes as a last argument."""
-    function = reference.OP_FUNCTIONS[name]
+    function = evaluate.OP_FUNCTIONS[name]
 
     def lifted(*operands: Any) -> tuple[torch.Tensor, ...]:
         registers = [o for o in operands if isinstance(o, tuple)]
@@ -118,7 +118,7 @@ class EmulatedHost:
         return self._grouped("group_max", values, size)
 
     def _grouped(self, name: str, values: tuple, size: int) -> tuple:
-        columns = reference.OP_FUNCTIONS[name](self.columns(values, len(values)), size)
+        columns = evaluate.OP_FUNCTIONS[name](self.columns(values, len(values)), size)
         return tuple(columns[..., r :: len(values)] for r in range(len(values)))
 
     def columns(self, values: tuple, registers: int) -> torch.Tensor:
