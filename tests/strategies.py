@@ -288,6 +288,8 @@ def epilogues(
     free = draw(st.lists(st.sampled_from(NAMES), unique=True, min_size=1, max_size=4))
     while free:
         _output(draw, draft, free, draw(annotation), states)
+    for value in draw(st.lists(st.sampled_from(draft.pool), unique=True, max_size=2)):
+        _keep(draw, draft, value)
     return draft.builder.finish()
 
 
@@ -384,6 +386,13 @@ def _columns(draft: _Draft, width: Fraction) -> Value:
         return index
     twice = draft.made("mul", draft.constant(2), index)
     return draft.made("join", twice, draft.made("add", twice, draft.constant(1)))
+
+
+def _keep(draw: Callable[..., object], draft: _Draft, value: Value) -> None:
+    """A word on what the backward reads, now and then.  Inputs cannot be recomputed."""
+    if value.type.dtype is Dtype.F32 and draw(st.integers(0, 3)) == 3:
+        is_input = draft.builder.nodes[value.node].op == "param"
+        draft.builder.keep(value.node, "save" if is_input else draw(st.sampled_from(["save", "recompute"])))
 
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------
