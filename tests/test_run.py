@@ -1,7 +1,6 @@
 """What `lower.run` does around a kernel: padding, allocation, partials, merging, and which kernel it asks for.
 
-The kernel is replaced by one that runs on the CPU and computes as the real one does: tile by tile, one partial per
-tile, into the buffers that it is given.
+The kernel is replaced by one that runs on the CPU; see `emulation`.
 """
 
 from __future__ import annotations
@@ -11,14 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from emulation import emulated
 from torch import Tensor
 
 from codalang.errors import CodaCallError, Source
 from codalang.ir import reference
 from codalang.ir.epilogue import Epilogue
-from codalang.ir.types import Kind
-from codalang.lower import plan, run
-from codalang.lower.spec import KernelSpec, base_width, loaded_params
+from codalang.ir.types import Dtype
+from codalang.lower import run
+from codalang.lower.spec import KernelSpec
 from codalang.parser import parse
 
 EVERYTHING = parse(
@@ -35,83 +35,42 @@ epilogue everything(acc: tile[M, N], wide: tile[M, 2*N], gamma: row[N/2], c: col
 }
 """
 ).epilogues["everything"]
+LANGUAGE = parse(
+    """
+state energy(x) {
+    carry total = 0, count: i32 = 0
+    update { return (total + x * x, count + 1) }
+    merge { return (a_total + b_total, a_count + b_count) }
+    finalize (energy, count) = (total, count)
+}
+epilogue language(acc: tile[M, N], keep: tile[M, N]: bool, where_: tile[M, 2*N]: i64, target: col[M]: i64,
+                  shift: row[N/2]: i32, on: scalar: bool, k: scalar: i32, unused: col[M]) {
+    let (left, right) = split(acc)
+    let x = where(keep and on, acc, group_sum(acc, 8))
+    store y: tile[M, N] = x * float(k)
+    store ids: tile[M, 2*N]: f32 = float(where_ + 1)
+    store row: row[N/2] = float(shift * 2)
+    store col: col[M]: bf16 = float(target + row_index())
+    store one: scalar = where(on, 7, 8)
+    reduce high: col[M] = max(x)
+    reduce low: row[N] = min(x)
+    reduce most: scalar = max(left * right)
+    state (mean, var, n): col[M] = welford(x)
+    state (top, at): row[N/2] = argmax(left, row_index())
+    state (best, i, j): scalar = argmax2(x, row_index(), col_index())
+    state lse: row[N] = online_logsumexp(x)
+    state (energy, count): scalar = energy(right)
+}
+"""
+).epilogues["language"]
 STDLIB = Path(__file__).parents[1] / "stdlib"
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[KernelSpec]]:
+def asked() -> Iterator[list[KernelSpec]]:
     """Kernels on the CPU; yields those that were asked for."""
-    specs: list[KernelSpec] = []
-
-    def function(spec: KernelSpec) -> Callable[..., None]:
-        specs.append(spec)
-        return lambda *arguments: _kernel(spec, *arguments)
-
-    def poisoned(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.full(shape, torch.nan, dtype=dtype, device=device)
-
-    monkeypatch.setattr(run, "function", function)
-    monkeypatch.setattr(run, "empty", poisoned)
-    monkeypatch.setattr(run, "_sms", lambda device: 132)
-    yield specs
-
-
-def _kernel(spec: KernelSpec, *arguments: object) -> None:
-    epilogue = spec.epilogue
-    params = loaded_params(epilogue, spec.operand is not None)
-    if spec.operand:
-        a, b, inputs, outputs, clusters = arguments
-        assert clusters == 132 // (spec.config.cluster[0] * spec.config.cluster[1])
-        for tensor, major in ((a, spec.operand.a_major), (b, spec.operand.b_major)):
-            _assert_addressable(tensor if major == "k" else tensor.T)
-        acc = a.double() @ b.double().T
-        tile, m, n = spec.config.tile, a.shape[0], b.shape[0]
-    else:
-        inputs, outputs, m, n = arguments
-        tile, acc = (plan.HOSTED_ROWS, 32 * plan.hosted_run(spec.aligned)), None
-    for param, tensor in zip(params, inputs, strict=True):
-        if param.type.kind is Kind.TILE and (spec.operand or spec.aligned):
-            _assert_addressable(tensor)
-    for i, row in enumerate(range(0, m, tile[0])):
-        for j, column in enumerate(range(0, n, tile[1])):
-            _one_tile(epilogue, acc, params, inputs, outputs, (i, j), (row, column), tile, (m, n))
-
-
-def _assert_addressable(tensor: Tensor) -> None:
-    assert tensor.stride(1) == 1
-    assert tensor.data_ptr() % 16 == 0
-    assert tensor.stride(0) * tensor.element_size() % 16 == 0
-
-
-def _one_tile(epilogue, acc, params, inputs, outputs, tile_index, start, tile, extents) -> None:  # noqa: ANN001
-    base = base_width(epilogue)
-    stop = min(start[0] + tile[0], extents[0]), min(start[1] + tile[1], extents[1])
-
-    def part(tensor, type_):  # noqa: ANN001, ANN202
-        if not isinstance(tensor, Tensor):
-            return tensor
-        rows = (slice(start[0], stop[0]),) if type_.kind.has_rows else ()
-        scale = (type_.width or base) / base
-        columns = (slice(int(start[1] * scale), int(stop[1] * scale)),) if type_.width else ()
-        return tensor[(*rows, *columns)] if rows or columns else tensor.reshape(())
-
-    given = {p.name: part(t, p.type) for p, t in zip(params, inputs, strict=True)}
-    if acc is not None:
-        given[epilogue.params[0].name] = acc[start[0] : stop[0], start[1] : stop[1]]
-    given = {k: v.double() if isinstance(v, Tensor) else v for k, v in given.items()}
-    size = (stop[0] - start[0], int((stop[1] - start[1]) / base))
-    results = reference.run(epilogue, given, dtype=torch.float64, extents=size)
-    for output, buffer in zip((*epilogue.stores, *epilogue.reductions), outputs, strict=True):
-        value = results[output.name]
-        if output.type.kind is Kind.TILE:
-            part(buffer, output.type).copy_(value)
-        elif output.type.kind is Kind.COL:
-            buffer[tile_index[1], start[0] : stop[0]] = value
-        elif output.type.kind is Kind.ROW:
-            scale = output.type.width / base
-            buffer[tile_index[0], int(start[1] * scale) : int(stop[1] * scale)] = value
-        else:
-            buffer[tile_index] = value
+    with emulated() as specs:
+        yield specs
 
 
 def _inputs(m: int, n: int, dtype: torch.dtype) -> dict[str, Tensor | float]:
@@ -249,3 +208,103 @@ def test_small_and_large_calls_of_a_stdlib_epilogue_ask_for_different_kernels(as
     for m, n in ((4, 64), (2048, 2048)):
         run.gemm(epilogue, torch.randn(m, 64).bfloat16(), torch.randn(n, 64).bfloat16(), {})
     assert len({spec.config for spec in asked}) == 2
+
+
+# ---- the full language -----------------------------------------------------------------------------------------------
+
+
+def _language_inputs(m: int, n: int) -> dict[str, Tensor | float]:
+    generator = torch.Generator().manual_seed(m + n)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.randint(0, max(1, n), shape, generator=generator)
+
+    keep = torch.rand(m, n, generator=generator) < 0.5
+    shift = integers(n // 2).int()
+    return {"keep": keep, "where_": integers(m, 2 * n), "target": integers(m), "shift": shift, "on": True, "k": 3}
+
+
+def _assert_language(
+    got: dict[str, Tensor], acc: Tensor, inputs: dict[str, Tensor | float], dtype: torch.dtype
+) -> None:
+    """All of one tiled run against one on the whole, in f64."""
+    given = {"acc": acc.double(), "unused": torch.zeros(acc.shape[0])} | inputs
+    truth = reference.run(LANGUAGE, given, dtype=torch.float64)
+    assert list(got) == [o.name for o in LANGUAGE.outputs]
+    for output in LANGUAGE.outputs:
+        value, expected = got[output.name], truth[output.name]
+        wanted = {"y": dtype, "col": torch.bfloat16}.get(output.name, torch.float32)
+        assert value.dtype is (torch.int32 if output.type.dtype is Dtype.I32 else wanted), output.name
+        assert value.shape == expected.shape and value.is_contiguous()
+        if output.type.dtype is Dtype.I32:
+            assert torch.equal(value, expected), output.name
+        else:
+            unit = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[value.dtype]
+            assert (value.double() - expected).norm() <= unit * expected.norm(), output.name
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 3), (7, 24, 7), (130, 264, 40), (300, 1000, 8)])
+def test_the_full_language_on_a_gemm(asked: list[KernelSpec], m: int, n: int, k: int) -> None:
+    a, b = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
+    inputs = _language_inputs(m, n)
+    for _ in range(2):
+        _assert_language(run.gemm(LANGUAGE, a, b, inputs), a.double() @ b.double().T, inputs, torch.bfloat16)
+    kernels = [spec for spec in asked if spec.merge is None]
+    assert len(kernels) == 1
+    # `unused` is not loaded; a tile of 64-bit indices is narrowed
+    assert kernels[0].input_dtypes == ("bool", "i32", "i64", "i32", "bool", "i32")
+    assert [spec.merge for spec in asked if spec.merge is not None] == [3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 8), (7, 24), (130, 264), (65, 1032)])
+@pytest.mark.parametrize("layout", ["rows", "columns", "odd base", "wide pitch"])
+def test_the_full_language_hosted(asked: list[KernelSpec], m: int, n: int, layout: str) -> None:
+    view = LAYOUTS[layout]
+    inputs = _language_inputs(m, n)
+    inputs |= {name: view(inputs[name]) for name in ("keep", "where_")}
+    acc = view(torch.randn(m, n).half())
+    got = run.hosted(LANGUAGE, {"acc": acc} | inputs)
+    _assert_language(got, acc, inputs, torch.float16)
+
+
+def test_vectors_and_masks_of_any_stride(asked: list[KernelSpec]) -> None:
+    inputs = _language_inputs(7, 24)
+    strided = {
+        name: torch.stack((value, value), -1)[..., 0] if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
+    assert not strided["target"].is_contiguous()
+    acc = torch.randn(7, 24).bfloat16()
+    tensors = strided | {"on": torch.tensor(True), "k": torch.tensor([3])}
+    _assert_language(run.hosted(LANGUAGE, {"acc": acc} | tensors), acc, inputs, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("m", "n"), [(0, 8), (8, 0)])
+def test_nothing_is_folded_to_the_identity(asked: list[KernelSpec], m: int, n: int) -> None:
+    got = run.hosted(LANGUAGE, {"acc": torch.randn(m, n).bfloat16(), "unused": torch.zeros(m)} | _language_inputs(m, n))
+    assert asked == []
+    assert got["most"] == -torch.inf and got["count"] == 0 and got["energy"] == 0 and got["i"] == 2**31 - 1
+    assert torch.equal(got["high"], torch.full((m,), -torch.inf))
+    assert torch.equal(got["low"], torch.full((n,), torch.inf))
+
+
+@pytest.mark.parametrize(
+    ("change", "argument", "message"),
+    [
+        ({"target": torch.zeros(8)}, "target", r"a i32 or i64 tensor of shape \[8\], got torch.float32"),
+        ({"keep": torch.zeros(8, 16)}, "keep", "a bool tensor of shape"),
+        ({"where_": torch.zeros(8, 16).long()}, "where_", r"shape \[8, 32\], got torch.int64 \[8, 16\]"),
+    ],
+)
+def test_indices_and_masks_that_do_not_fit_are_named(
+    asked: list[KernelSpec], change: dict[str, Tensor], argument: str, message: str
+) -> None:
+    inputs = {"acc": torch.randn(8, 16).bfloat16()} | _language_inputs(8, 16) | change
+    with pytest.raises(CodaCallError, match=message) as caught:
+        run.hosted(LANGUAGE, inputs)
+    assert caught.value.argument == argument
+
+
+def test_groups_divide_the_columns(asked: list[KernelSpec]) -> None:
+    with pytest.raises(CodaCallError, match="`group_sum` of `language` needs a multiple of 8 columns, got 12"):
+        run.hosted(LANGUAGE, {"acc": torch.randn(8, 12).bfloat16()} | _language_inputs(8, 12))

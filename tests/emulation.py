@@ -1,0 +1,142 @@
+"""Kernels on the CPU: what stands in for a compiled function where there is no GPU.
+
+Computes as the real one does: tile by tile, one partial per tile and carried value, into the buffers that it is given,
+and merges partials in a kernel of its own.  Values are those of the reference, in f64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+
+import attrs
+import torch
+from torch import Tensor
+
+from codalang.ir import reference
+from codalang.ir.bind import Call, bind
+from codalang.ir.epilogue import State
+from codalang.ir.evaluate import Context, evaluate_function
+from codalang.ir.fold import merged
+from codalang.ir.types import Kind, ValueType
+from codalang.lower import plan, run
+from codalang.lower.spec import KernelSpec, base_width, folds, loaded_params
+
+
+@contextlib.contextmanager
+def emulated() -> Iterator[list[KernelSpec]]:
+    """`lower.run` runs on the CPU, and its buffers are poisoned; yields the kernels that were asked for."""
+    specs: list[KernelSpec] = []
+
+    def function(spec: KernelSpec) -> Callable[..., None]:
+        specs.append(spec)
+        kernel = _main if spec.merge is None else _merge
+        return lambda *arguments: kernel(spec, *arguments)
+
+    originals = run.function, run.empty, run._sms
+    run.function, run.empty, run._sms = function, poisoned, lambda device: 132
+    try:
+        yield specs
+    finally:
+        run.function, run.empty, run._sms = originals
+
+
+def poisoned(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor that shows what was not written."""
+    return torch.full(shape, torch.nan if dtype.is_floating_point else -(2**30), dtype=dtype, device=device)
+
+
+def _main(spec: KernelSpec, *arguments: object) -> None:
+    """The kernel of a spec: (a, b, inputs, outputs, clusters) on a GEMM, (inputs, outputs, m, n) hosted."""
+    epilogue, base = spec.epilogue, base_width(spec.epilogue)
+    given = {}
+    if spec.operand:
+        a, b, inputs, outputs, clusters = arguments
+        assert clusters == 132 // (spec.config.cluster[0] * spec.config.cluster[1])
+        for tensor, major in ((a, spec.operand.a_major), (b, spec.operand.b_major)):
+            assert_addressable(tensor if major == "k" else tensor.T)
+        given[epilogue.params[0].name] = a.double() @ b.double().T
+        tile, m, n = spec.config.tile, a.shape[0], b.shape[0]
+    else:
+        inputs, outputs, m, n = arguments
+        tile = (plan.HOSTED_ROWS, 32 * plan.hosted_run(spec.aligned))
+    for param, dtype, tensor in zip(
+        loaded_params(epilogue, spec.operand is not None), spec.input_dtypes, inputs, strict=True
+    ):
+        if param.type.kind is Kind.TILE and (spec.operand or spec.aligned):
+            assert_addressable(tensor)
+        given[param.name] = _loaded(tensor, dtype, param.type)
+    used = tuple(p for p in epilogue.params if p.name in given)
+    extents = (m, int(n / base))
+    call = bind(attrs.evolve(epilogue, params=used), given, torch.float64, extents)
+    step = int(tile[1] / base)
+    for i, row in enumerate(range(0, m, tile[0])):
+        for j, column in enumerate(range(0, extents[1], step)):
+            rows, columns = (
+                range(start, min(start + size, end))
+                for start, size, end in zip((row, column), (tile[0], step), extents, strict=True)
+            )
+            _one_tile(attrs.evolve(epilogue, params=used), call, outputs, (i, j), rows, columns)
+
+
+def assert_addressable(tensor: Tensor) -> None:
+    """TMA can load it."""
+    assert tensor.stride(1) == 1
+    assert tensor.data_ptr() % 16 == 0
+    assert tensor.stride(0) * tensor.element_size() % 16 == 0
+
+
+def _loaded(value: object, dtype: str, type_: ValueType) -> object:
+    """An argument of a kernel as the reference takes it: masks come as bytes, scalars as one element."""
+    if not isinstance(value, Tensor):
+        return value
+    if dtype == "bool":
+        assert value.dtype is torch.uint8
+        value = value.view(torch.bool)
+    return value.reshape(()) if type_.kind is Kind.SCALAR else value
+
+
+def _one_tile(epilogue, call: Call, outputs, tile: tuple[int, int], rows: range, columns: range) -> None:  # noqa: ANN001
+    parts = reference._tile_results(epilogue, *reference._cut(epilogue, call, rows, columns))
+
+    def section(buffer: Tensor, type_: ValueType, width: Fraction | None) -> Tensor:
+        scale = width or Fraction(1)
+        wide = slice(int(columns.start * scale), int(columns.stop * scale))
+        along = {
+            Kind.TILE: (slice(rows.start, rows.stop), wide),
+            Kind.COL: (..., slice(rows.start, rows.stop)),
+            Kind.ROW: (..., wide),
+            Kind.SCALAR: (...,),
+        }
+        return buffer[along[type_.kind]]
+
+    given = iter(outputs)
+    for store in epilogue.stores:
+        section(next(given), store.type, store.type.width).copy_(parts[store.name][0])
+    for vector in epilogue.vectors:
+        buffer = next(given)
+        assert buffer.shape[0] == 1
+        section(buffer[0], vector.type, vector.type.width).copy_(parts[vector.name][0])
+    for group in folds(epilogue):
+        kind = group[0].type.kind
+        for value in parts[group[0].name]:
+            buffer = next(given)
+            if kind is Kind.SCALAR:
+                buffer[tile] = value
+            else:
+                part = buffer[tile[1] if kind is Kind.COL else tile[0]]
+                section(part, group[0].type, group[0].type.width).copy_(value)
+
+
+def _merge(spec: KernelSpec, partials: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+    """The kernel that merges the partials of one transform: [parts, length] of each carried value."""
+    state = folds(spec.epilogue)[spec.merge][0]
+    assert isinstance(state, State)
+    definition, context = state.definition, Context()
+    wide = [p.to(context.torch_dtype(dtype)) for p, (_, dtype) in zip(partials, definition.carried, strict=True)]
+    carried = merged(definition, wide, 0, context)
+    results = evaluate_function(definition.finalize, carried, context)
+    for output, result in zip(outputs, results, strict=True):
+        assert output.shape == (1, partials[0].shape[1])
+        output[0] = result
