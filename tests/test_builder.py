@@ -9,6 +9,8 @@ import linecache
 import math
 import pickle
 import re
+import subprocess
+import sys
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +37,9 @@ from codalang.ir.ops import OPS
 from codalang.ir.printer import print_epilogue
 from codalang.ir.types import STORAGE_DTYPES, Dtype, show_shape
 from codalang.ir.verify import verify
+from codalang.lower.codegen import generate
+from codalang.lower.load import key_of
+from codalang.lower.spec import KernelSpec, Operand
 from codalang.parser import parse, read_source
 from codalang.parser.names import BUILTINS, PAIRS
 
@@ -592,3 +597,60 @@ def test_an_error_shows_no_frame_of_codalang() -> None:
     frames = [f.filename for f in traceback.extract_tb(caught.value.__traceback__)]
     assert not any("builder/value.py" in name for name in frames)
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+def test_decorated_functions_are_looked_through() -> None:
+    def logged(function):
+        @functools.wraps(function)
+        def call(*args):
+            return function(*args)
+
+        return call
+
+    @logged
+    def f(acc: coda.tile[M, N]):
+        x = acc * 2
+        coda.store("y", x + acc)
+
+    e = coda.build(f)
+    loc = e.nodes[e.outputs[0].value].loc
+    assert loc is not None and loc.source.line(loc.line).strip() == 'coda.store("y", x + acc)'
+    assert e.name == "f" and any(n.hint == "x" for n in e.nodes)
+
+
+def spec_of(epilogue: Epilogue) -> KernelSpec:
+    """A kernel of an epilogue that has one parameter and one output."""
+    return KernelSpec(epilogue, Operand("bf16", "k", "k"), (), ("bf16",), None)
+
+
+def test_generated_code_shows_the_line_of_python_but_does_not_depend_on_it() -> None:
+    program = 'def f(acc: tile[M, N]):\n    y = acc * {}\n    store("y", y)\n'
+    here, below, other = (
+        coda.build(run(text)["f"])  # type: ignore[arg-type]
+        for text in (program.format(2.0), "\n# further down\n" + program.format(2.0), program.format(3.0))
+    )
+    assert "# program.py:2: y = acc * 2.0" in generate(spec_of(here))
+    assert "# program.py:4: y = acc * 2.0" in generate(spec_of(below))
+    assert key_of(spec_of(here)) == key_of(spec_of(below)) != key_of(spec_of(other))
+
+
+def test_without_columns_and_without_torch() -> None:
+    """Python can be told to forget columns; an epilogue is built without importing torch."""
+    program = """
+import sys
+import codalang.builder as coda
+def f(acc: coda.tile[coda.M, coda.N]):
+    y = coda.exp(acc)
+    coda.store("y", y & acc)
+try:
+    coda.build(f)
+except coda.build.__globals__["CodaError"] as error:
+    print(error)
+assert "torch" not in sys.modules
+"""
+    command = [sys.executable, "-X", "no_debug_ranges", "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert result.stdout == (
+        "<string>:6:1: `&` combines masks, got <tile[M, N]>\n"
+        "hint: Python's `&` binds more tightly than comparisons: write `(a > 0) & (b > 0)`\n"
+    ), result.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import attrs
 
 from codalang.builder import place
-from codalang.builder.definition import Definition, annotations_of, check_function, run, unwrapped
+from codalang.builder.definition import Definition, annotations_of, check_function, parameters, run, unwrapped
 from codalang.builder.recording import Recording, recorded
 from codalang.builder.shapes import EXAMPLES, Dim, Shape, dim, shape
 from codalang.builder.value import Value
@@ -20,7 +19,6 @@ from codalang.ir.names import is_name
 from codalang.ir.types import register_dtype
 
 _EXAMPLE = "`acc: tile[M, N]`"
-_PLAIN = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
 
 
 def build(function: Any, *, name: str | None = None, dims: tuple[Dim | str, Dim | str] | None = None) -> Epilogue:
@@ -73,22 +71,11 @@ def _describe(returned: object) -> str:
 def _parameters(function: FunctionType, recording: Recording) -> list[Value]:
     """The function's arguments: its parameters' values."""
     annotations = annotations_of(function)
-    definition = Definition(function)
     values = []
-    for parameter in inspect.signature(function).parameters.values():
-        loc = definition.parameter(parameter.name)
-        if parameter.kind not in _PLAIN or parameter.default is not inspect.Parameter.empty:
-            what = "a default" if parameter.kind in _PLAIN else f"the kind {parameter.kind.description}"
-            raise CodaTypeError(
-                f"parameter `{parameter.name}` has {what}",
-                loc,
-                hint="an epilogue has positional parameters without defaults; each is given at the call",
-            )
-        if not is_name(parameter.name):
-            raise CodaNameError(f"{parameter.name!r} cannot be the name of a parameter", loc, hint="rename it")
-        declared = _declared(parameter.name, annotations, loc)
+    for name, loc in parameters(function).items():
+        declared = _declared(name, annotations, loc)
         type_ = attrs.evolve(recording.declare(declared, loc), dtype=register_dtype(declared.dtype))
-        values.append(Value(recording, recording.builder.param(parameter.name, type_, declared.dtype, loc)))
+        values.append(Value(recording, recording.builder.param(name, type_, declared.dtype, loc)))
     return values
 
 

@@ -13,7 +13,8 @@ from typing import Any
 from codalang.builder import place
 from codalang.builder.recording import Recording
 from codalang.builder.shapes import Dim
-from codalang.errors import CodaError, CodaTypeError, CodaUnsupportedError, Loc
+from codalang.errors import CodaCallError, CodaError, CodaNameError, CodaTypeError, CodaUnsupportedError, Loc
+from codalang.ir.names import is_name
 
 
 def check_function(function: object) -> None:
@@ -27,7 +28,28 @@ def check_function(function: object) -> None:
             what = "a lambda"
         else:
             what = f"the generator or coroutine `{function.__name__}`"
-    raise CodaTypeError(f"expected a plain Python function, got {what}", place.here(), hint="write it with `def`")
+    hint = f"write `name={function!r}`" if isinstance(function, str) else "write it with `def`"
+    raise CodaTypeError(f"expected a plain Python function, got {what}", place.here(), hint=hint)
+
+
+def parameters(function: FunctionType) -> dict[str, Loc]:
+    """The names and places of a function's parameters.
+
+    Raises CodaTypeError or CodaNameError for one that is not plain, or has a name that the language cannot have.
+    """
+    definition = Definition(function)
+    places = {}
+    for parameter in inspect.signature(function).parameters.values():
+        loc = places[parameter.name] = definition.parameter(parameter.name)
+        plain = parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+        if not plain or parameter.default is not inspect.Parameter.empty:
+            what = "a default" if plain else f"the kind {parameter.kind.description}"
+            raise CodaTypeError(
+                f"parameter `{parameter.name}` has {what}", loc, hint="parameters are positional, without defaults"
+            )
+        if not is_name(parameter.name):
+            raise CodaNameError(f"{parameter.name!r} cannot be the name of a parameter", loc, hint="rename it")
+    return places
 
 
 def unwrapped(function: FunctionType) -> FunctionType:
@@ -61,9 +83,8 @@ def _placed(error: CodaError) -> CodaError:
             found = place.at(traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
         traceback = traceback.tb_next
     error.loc = found
-    error.hint = (
-        error.hint or "an epilogue calls no other: one matmul has one epilogue; call Python functions of values"
-    )
+    if isinstance(error, CodaCallError) and error.hint is None:
+        error.hint = "an epilogue calls no other: one matmul has one epilogue; call Python functions of values"
     return error
 
 

@@ -27,6 +27,7 @@ what `state("lse", logsumexp(x), col[M])` takes.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
@@ -35,7 +36,7 @@ from typing import Any, NoReturn
 import attrs
 
 from codalang.builder import place
-from codalang.builder.definition import Definition, check_function, run
+from codalang.builder.definition import Definition, check_function, parameters, run
 from codalang.builder.recording import Recording, recorded, wanted
 from codalang.builder.value import Operand, Reduction, Value, checked, node_of
 from codalang.errors import CodaError, CodaNameError, CodaTypeError, Loc
@@ -107,37 +108,39 @@ def define(cls: type) -> Transform:
     parts = _functions(cls, loc)
     fields = _carried(cls, loc)
     carried = tuple((name, dtype) for name, dtype, _ in fields)
+    inputs = _inputs(parts["update"])
+    _check_distinct(carried + inputs, parts["update"])
     _count(parts["merge"], 2, "the carried values of two parts")
     _count(parts["finalize"], 1, "the carried values")
-    inputs = _inputs(parts["update"])
+    record = functools.partial(_record, cls.__name__)
+    new = _in_order("carried value", carried)
 
-    update = _record(
-        parts["update"],
-        carried + inputs,
-        lambda v: (Carried(dict(list(v.items())[: len(carried)])), *list(v.values())[len(carried) :]),
-        _in_order("carried value", carried),
-    )
+    def update_arguments(values: dict[str, Value]) -> tuple[Any, ...]:
+        return (Carried({name: values[name] for name, _ in carried}), *(values[name] for name, _ in inputs))
+
+    def merge_arguments(values: dict[str, Value]) -> tuple[Any, ...]:
+        return tuple(Carried({name: values[f"{side}_{name}"] for name, _ in carried}) for side in "ab")
+
+    update, _ = record(parts["update"], carried + inputs, update_arguments, new)
     both = tuple((f"{side}_{name}", dtype) for side in "ab" for name, dtype in carried)
-    merge = _record(
-        parts["merge"],
-        both,
-        lambda v: tuple(Carried({name: v[f"{side}_{name}"] for name, _ in carried}) for side in "ab"),
-        _in_order("carried value", carried),
-    )
+    merge, _ = record(parts["merge"], both, merge_arguments, new)
     names: list[str] = []
-    finalize, results = _record(parts["finalize"], carried, lambda v: (Carried(v),), _by_name(names))
-    results = tuple(zip(names, (dtype for _, dtype in results), strict=True))
-    _check_distinct(inputs + results, parts["finalize"])
+    finalize, dtypes = record(parts["finalize"], carried, lambda values: (Carried(values),), _by_name(names))
+    results = tuple(zip(names, dtypes, strict=True))
+    seen = inputs + results + tuple((f"d_{name}", dtype) for name, dtype in results if dtype is Dtype.F32)
+    _check_distinct(seen, parts["finalize"])
     vjp = None
     if "vjp" in parts:
-        seen = inputs + results + tuple((f"d_{name}", dtype) for name, dtype in results if dtype is Dtype.F32)
-        wanted_names = _known_parameters(parts["vjp"], [name for name, _ in seen])
+        asked = _known_parameters(parts["vjp"], [name for name, _ in seen])
         cotangents = tuple((name, dtype) for name, dtype in inputs if dtype is Dtype.F32)
-        vjp, _ = _record(
-            parts["vjp"], seen, lambda v: tuple(v[name] for name in wanted_names), _in_order("float input", cotangents)
+        vjp, _ = record(
+            parts["vjp"],
+            seen,
+            lambda values: tuple(values[name] for name in asked),
+            _in_order("float input", cotangents),
         )
     initial = tuple(value for _, _, value in fields)
-    return Transform(StateDef(cls.__name__, inputs, carried, initial, update[0], merge[0], finalize, results, vjp, loc))
+    return Transform(StateDef(cls.__name__, inputs, carried, initial, update, merge, finalize, results, vjp, loc))
 
 
 # The class
@@ -197,59 +200,57 @@ def _dtype(annotation: object) -> Dtype | None:
 
 
 def _inputs(update: FunctionType) -> Named:
-    parameters = list(inspect.signature(update).parameters.values())
-    definition = Definition(update)
+    """What is folded: the parameters of `update` after the carried values."""
     annotations = inspect.get_annotations(update)
-    if len(parameters) < 2:
-        raise CodaTypeError("`update` takes the carried values, and at least one value", definition.name)
+    _, *folded = parameters(update).items() or [("", Definition(update).name)]
+    if not folded:
+        raise CodaTypeError("`update` takes the carried values, and at least one value", Definition(update).name)
     inputs = []
-    for parameter in parameters[1:]:
-        loc = definition.parameter(parameter.name)
-        dtype = _dtype(annotations.get(parameter.name, float))
+    for name, loc in folded:
+        dtype = _dtype(annotations.get(name, float))
         if dtype is None:
-            raise CodaTypeError(f"`{parameter.name}` must be float or int, got {annotations[parameter.name]!r}", loc)
-        if not is_name(parameter.name):
-            raise CodaNameError(f"{parameter.name!r} cannot be the name of a value", loc)
-        inputs.append((parameter.name, dtype))
+            raise CodaTypeError(f"`{name}` must be float or int, got {annotations[name]!r}", loc)
+        inputs.append((name, dtype))
     return tuple(inputs)
 
 
 def _count(function: FunctionType, wanted_: int, what: str) -> None:
-    have = len(inspect.signature(function).parameters)
+    have = len(parameters(function))
     if have != wanted_:
-        raise CodaTypeError(f"`{function.__name__}` takes {what}, got {have} parameters", Definition(function).name)
+        raise CodaTypeError(
+            f"`{function.__name__}` takes {what}, got {have} parameter{'' if have == 1 else 's'}",
+            Definition(function).name,
+        )
 
 
 def _known_parameters(vjp: FunctionType, known: Sequence[str]) -> list[str]:
-    definition = Definition(vjp)
-    names = list(inspect.signature(vjp).parameters)
-    for name in names:
+    names = parameters(vjp)
+    for name, loc in names.items():
         if name not in known:
-            raise CodaNameError(
-                f"`vjp` cannot have `{name}`", definition.parameter(name), hint=f"it may have {', '.join(known)}"
-            )
-    return names
+            raise CodaNameError(f"`vjp` cannot have `{name}`", loc, hint=f"it may have {', '.join(known)}")
+    return list(names)
 
 
-def _check_distinct(things: Named, finalize: FunctionType) -> None:
+def _check_distinct(things: Named, function: FunctionType) -> None:
     names = [name for name, _ in things]
     for name in names:
         if names.count(name) > 1:
-            raise CodaNameError(f"`{name}` is defined twice", Definition(finalize).name)
+            raise CodaNameError(f"`{name}` means two things", Definition(function).name, hint="rename one of them")
 
 
 # Its functions
 
 
 def _record(
+    state: str,
     function: FunctionType,
     params: Named,
     arguments: Callable[[dict[str, Value]], tuple[Any, ...]],
     results: Callable[[Recording, object, Loc], list[int]],
-) -> tuple[Function, Named]:
+) -> tuple[Function, list[Dtype]]:
     """The function of scalars that a Python function computes, and its results' dtypes."""
     loc = Definition(function).name
-    recording = Recording("state", function.__qualname__, function.__code__, loc)
+    recording = Recording("state", f"{state}.{function.__name__}", function.__code__, loc)
     with recorded(recording):
         values = {
             name: Value(recording, recording.builder.param(name, ValueType(Kind.SCALAR, None, dtype)))
@@ -257,8 +258,8 @@ def _record(
         }
         returned = run(function, arguments(values), recording)
         nodes = results(recording, returned, loc)
-    types = tuple(("", recording.builder.nodes[node].type.dtype) for node in nodes)
-    return function_of(recording.builder, params, nodes), types
+    dtypes = [recording.builder.nodes[node].type.dtype for node in nodes]
+    return function_of(recording.builder, params, nodes), dtypes
 
 
 def _in_order(what: str, wanted_: Named) -> Callable[[Recording, object, Loc], list[int]]:

@@ -54,8 +54,14 @@ def library(spec: KernelSpec) -> Path:
     """
     compiler = _linker()
     suffix = ".so" if compiler else ".o"
-    key = cache.key(source=generate(spec), spec=repr(attrs.astuple(spec, recurse=False)[1:]), arch=ARCH)
-    return disk_cache().load_or_build(key, suffix, lambda path: _build(spec, path, compiler))
+    return disk_cache().load_or_build(key_of(spec), suffix, lambda path: _build(spec, path, compiler))
+
+
+def key_of(spec: KernelSpec) -> str:
+    """What a kernel goes by on disk: its code, but for comments, which say at which line a program stands."""
+    lines = generate(spec).splitlines()
+    code = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+    return cache.key(source=code, spec=repr(attrs.astuple(spec, recurse=False)[1:]), arch=ARCH)
 
 
 def _build(spec: KernelSpec, path: Path, compiler: str | None) -> None:
