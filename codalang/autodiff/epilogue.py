@@ -25,7 +25,7 @@ from codalang.errors import CodaCallError, CodaUnsupportedError
 from codalang.ir.build import canonical
 from codalang.ir.epilogue import Epilogue, Keep, Node, Output, Param, Reduce, State, Store
 from codalang.ir.infer import infer
-from codalang.ir.types import WIDTHS, Dtype, Kind, tile
+from codalang.ir.types import Dtype, Kind
 
 # What an author may ask of a value.
 SAVE, RECOMPUTE = "save", "recompute"
@@ -70,7 +70,7 @@ def derive(
     reduced = _reachable(graph, [r.node for r in results.asked.values()])
     local = [p and not r for p, r in zip(primal, reduced, strict=True)]
     keeps = {indices[k.value]: k for k in epilogue.keeps if kept is None}
-    ways = _ways(graph, epilogue, indices, local, hosted, kept, keeps)
+    ways = _ways(graph, epilogue, indices, local, hosted, kept, keeps, _origins(graph, results.exact))
     leaves = {r.node for r in results.asked.values()}
     loaded = _named(graph, names, _chosen(graph, epilogue, needed, ways, kept, leaves, keeps))
     finals = _finals(graph, epilogue, indices, names, results, _live(graph, outputs, loaded), kept)
@@ -186,17 +186,18 @@ def _ways(
     hosted: bool,
     kept: Collection[Load] | None,
     keeps: Mapping[int, Keep],
+    exact: Collection[int],
 ) -> dict[int, Kept]:
     """The cheapest way to load each value that the forward can compute and keep (`local`), where there is one.
 
     What is asked to be recomputed is loaded as a parameter at most; a vector is loaded where it is asked to be saved.
+    What is to be kept exactly is kept as what it was cast to, or in f32.
     """
     stored: dict[int, list[Store]] = {}
     for store in epilogue.outputs:
         if isinstance(store, Store) and graph.nodes[indices[store.value]].type == store.type:
             stored.setdefault(indices[store.value], []).append(store)
     loadable = {p.name: p for p in epilogue.params if hosted or p is not epilogue.accumulator}
-    saving = {tile(width): Kept("saved", None, units(width, None), units(width, None)) for width in WIDTHS}
     ways: dict[int, Kept] = {}
     for index, node in enumerate(graph.nodes):
         how = keeps[index].how if index in keeps else None
@@ -204,15 +205,32 @@ def _ways(
             continue
         param = loadable.get(str(node.attr)) if node.op == "param" else None
         options = [] if param is None else [Kept("param", param.name, _units(param))]
+        dtype = None if index not in exact else str(node.attr) if node.op == "cast" else "f32"
         if how != RECOMPUTE:
-            options += [Kept("output", s.name, _units(s)) for s in stored.get(index, [])]
+            same = [s for s in stored.get(index, []) if dtype is None or s.dtype in (dtype, "f32")]
+            options += [Kept("output", s.name, _units(s)) for s in same]
         if how != RECOMPUTE and param is None and is_number(node):
-            options.append(saving.get(node.type, Kept("saved", None)))
+            options.append(_saving(node, dtype))
         if kept is not None:
             options = [o for o in options if o.name is not None and Load(o.how, o.name) in kept]
         if options:
             ways[index] = min(options, key=lambda way: way.capacity)
     return ways
+
+
+def _saving(node: Node, dtype: str | None) -> Kept:
+    """To save a value in a storage dtype; a vector is no traffic."""
+    traffic = units(node.type.width, dtype) if is_tile(node) else Fraction(0)
+    return Kept("saved", None, traffic, traffic, dtype)
+
+
+def _origins(graph: Graph, values: Collection[int]) -> set[int]:
+    """The values and all that they are computed from."""
+    found = set(values)
+    for index in reversed(range(len(graph.nodes))):
+        if index in found:
+            found.update(graph.nodes[index].args)
+    return found
 
 
 def _units(what: Param | Output) -> Fraction:
@@ -314,9 +332,9 @@ def _plan(
 ) -> tuple[Decision, ...]:
     """What is loaded, and those of the forward's own values that are recomputed from it."""
     own = set(indices)
-    tiles = {i for i in needed if is_tile(graph.nodes[i]) and i in own} | {i for i in kept if is_tile(graph.nodes[i])}
+    wanted = {*kept, *(i for i in needed if i in own and is_number(graph.nodes[i]))}
     decisions = []
-    for index in sorted(tiles):
+    for index in sorted(i for i in wanted if is_tile(graph.nodes[i])):
         way = kept.get(index, Kept("recomputed", None))
         decisions.append(Decision(_described(graph, index), way.how, way.load, way.store))
     return tuple(decisions)
@@ -365,7 +383,7 @@ def _inputs(
             name = names.fresh(o.name) if other else o.name
             outputs.append(_Input(loaded[o.name], Param(name, o.type, o.dtype), Load("output", o.name)))
     saved = [
-        _Input(index, Param(str(way.name), graph.nodes[index].type), Load("saved", str(way.name)))
+        _Input(index, Param(str(way.name), graph.nodes[index].type, way.dtype), Load("saved", str(way.name)))
         for index, way in kept.items()
         if way.how == "saved"
     ]
@@ -427,7 +445,7 @@ def _forward(
         return epilogue
     wanted = {*saved, *(value for final in missing for value in final.result.transform.values)}
     nodes, place = _extended(graph, epilogue, indices, wanted)
-    outputs: list[Output] = [Store(str(way.name), place[i], graph.nodes[i].type) for i, way in saved.items()]
+    outputs: list[Output] = [Store(str(way.name), place[i], graph.nodes[i].type, way.dtype) for i, way in saved.items()]
     for final in missing:
         transform = final.result.transform
         values = tuple(place[v] for v in transform.values)

@@ -39,13 +39,14 @@ class Kept:
     """Where the backward gets a value from: `how` is "param", "output", "saved" or "recomputed".
 
     `name` is the forward's for the parameter or output; `load` and `store` are the units moved for it, and `capacity`
-    is what that costs.
+    is what that costs.  `dtype` is the storage dtype of what is saved, None for that of A.
     """
 
     how: str
     name: str | None
     load: Fraction = Fraction(0)
     store: Fraction = Fraction(0)
+    dtype: str | None = None
 
     capacity: int = attrs.field(init=False, repr=False)
 

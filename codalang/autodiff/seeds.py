@@ -10,6 +10,9 @@
 
 A result that the backward needs, the index of a maximum above all, is loaded; the forward keeps those that it does not
 store anyway.
+
+exp(x - lse) is a softmax only where x is what lse was made of, to the last bit: a gradient `softmax - 1` of a confident
+prediction is much smaller than the error that rounding x to bf16 makes.  Such an x is noted to be kept *exactly*.
 """
 
 from __future__ import annotations
@@ -69,11 +72,12 @@ class Result:
 
 
 class Results:
-    """The finalized results that the backward asked for, each a leaf of the graph."""
+    """The finalized results that the backward asked for, each a leaf of the graph, and what is to be kept exactly."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.asked: dict[tuple[Transform, int], Result] = {}
+        self.exact: set[int] = set()
 
     def node(self, transform: Transform, index: int, keeper: str) -> int:
         """The leaf that stands for a result of a transform, which is kept for the output `keeper`."""
@@ -215,8 +219,21 @@ def _through_state(
     floats = [
         value for value, (_, dtype) in zip(transform.values, definition.inputs, strict=True) if dtype is Dtype.F32
     ]
+    if _amplifies(definition, definition.vjp):
+        results.exact.update(floats)
     found = zip(floats, inlined(graph, definition.vjp, arguments), strict=True)
     return [(value, Expr(graph, node, width)) for value, node in found if node is not None]
+
+
+def _amplifies(definition: StateDef, vjp: Function) -> bool:
+    """Does a `vjp` take the exponential of an input and a result together?"""
+    inputs, finalized = {name for name, _ in definition.inputs}, {name for name, _ in definition.results}
+    origins: list[set[str]] = []
+    for node in vjp.nodes:
+        origins.append({str(node.attr)} if node.op == "param" else set().union(*(origins[a] for a in node.args)))
+        if node.op in ("exp", "exp2") and origins[-1] & inputs and origins[-1] & finalized:
+            return True
+    return False
 
 
 def inlined(graph: Graph, function: Function, arguments: Mapping[str, int | None]) -> list[int | None]:
