@@ -45,15 +45,18 @@ class EpilogueBuilder:
         self.nodes: list[Node] = []
         self.outputs: list[Output] = []
         self.keeps: dict[int, Keep] = {}
+        self._params: dict[str, Param] = {}
+        self._outputs: dict[str, Output] = {}
         self._leaves: dict[tuple[object, ...], int] = {}
 
     def param(self, name: str, type: ValueType, dtype: str | None = None, loc: Loc | None = None) -> int:
         """Declare the next parameter.  Raises CodaNameError where the name is taken."""
-        for other in self.params:
-            if other.name == name:
-                notes = ((other.loc, "first declared here"),) if other.loc else ()
-                raise CodaNameError(f"parameter `{name}` is declared twice", loc, notes=notes)
-        self.params.append(Param(name, type, dtype, loc))
+        param = Param(name, type, dtype, loc)
+        other = self._params.setdefault(name, param)
+        if other is not param:
+            notes = ((other.loc, "first declared here"),) if other.loc else ()
+            raise CodaNameError(f"parameter `{name}` is declared twice", loc, notes=notes)
+        self.params.append(param)
         return self._leaf(Node("param", (), type, name, loc, name))
 
     def const(self, value: float | bool, loc: Loc | None = None) -> int:
@@ -200,10 +203,10 @@ class EpilogueBuilder:
         return self._leaves[key]
 
     def _output(self, output: Output) -> None:
-        for other in self.outputs:
-            if other.name == output.name:
-                notes = ((other.loc, "first defined here"),) if other.loc else ()
-                raise CodaNameError(f"output `{output.name}` is defined twice", output.loc, notes=notes)
+        other = self._outputs.setdefault(output.name, output)
+        if other is not output:
+            notes = ((other.loc, "first defined here"),) if other.loc else ()
+            raise CodaNameError(f"output `{output.name}` is defined twice", output.loc, notes=notes)
         self.outputs.append(output)
 
 

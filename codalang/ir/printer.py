@@ -41,10 +41,11 @@ def print_state(definition: StateDef) -> str:
 def _print(states: list[StateDef], epilogues: list[Epilogue]) -> str:
     used = [s.definition for e in epilogues for s in e.states]
     names = _state_names([*states, *used], {e.name for e in epilogues})
+    own = set(states)
     texts = [
         "\n".join([*_state_lines(d, name), ""])
         for d, name in names.items()
-        if d in states or BUILTIN_STATES.get(name) != d
+        if d in own or BUILTIN_STATES.get(name) != d
     ]
     return "\n".join([*texts, *(_Printer(e, names).print() for e in epilogues)])
 
@@ -125,11 +126,12 @@ class _Printer:
     def __init__(self, epilogue: Epilogue, state_names: dict[StateDef, str]) -> None:
         self.epilogue = epilogue
         self.state_names = state_names
-        namer = Namer({p.name for p in epilogue.params} | {o.name for o in epilogue.outputs} | set(epilogue.dims))
+        params = {p.name for p in epilogue.params}
+        namer = Namer(params | {o.name for o in epilogue.outputs} | set(epilogue.dims))
         # A value that is stored may take its output's name, where no parameter has it.
         stored_as: dict[int, list[str]] = {}
         for output in epilogue.outputs:
-            if isinstance(output, Store) and not epilogue.has_param(output.name):
+            if isinstance(output, Store) and output.name not in params:
                 stored_as.setdefault(output.value, []).append(output.name)
         self.kept = {k.value: k.how for k in epilogue.keeps}
         uses = epilogue.uses()

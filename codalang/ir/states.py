@@ -53,7 +53,7 @@ class StateDef:
     name: str = attrs.field(eq=False)
     inputs: Named
     carried: Named
-    initial: tuple[float | int, ...]
+    initial: tuple[float | int, ...] = attrs.field(eq=repr)  # compared as written, as constants are
     update: Function
     merge: Function
     finalize: Function

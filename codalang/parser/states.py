@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from codalang.errors import CodaTypeError
 from codalang.ir.build import EpilogueBuilder, function_of
+from codalang.ir.epilogue import Node
 from codalang.ir.states import Function, Named, StateDef
 from codalang.ir.types import Dtype, Kind, ValueType
 from codalang.parser import syntax
@@ -45,26 +46,28 @@ def _function(part: Part, params: Named, wanted: tuple[tuple[str, Dtype | None],
         assert isinstance(let, syntax.Let | syntax.LetTuple)
         evaluator.let(let)
     assert isinstance(result, syntax.Return)
-    results = []
-    for (name, of), value in zip(wanted, result.values, strict=True):
-        node = evaluator.node(value, of or Dtype.F32)
-        _check_result(builder, node, name, of, file, value)
-        results.append(node)
+    values = [evaluator.node(value, of or Dtype.F32) for (_, of), value in zip(wanted, result.values, strict=True)]
+    for node in builder.nodes:
+        _check_scalar(node)
+    for (name, of), expression, value in zip(wanted, result.values, values, strict=True):
+        _check_result(builder, value, name, of, file, expression)
     evaluator.finish()
-    return function_of(builder, params, results)
+    return function_of(builder, params, values)
+
+
+def _check_scalar(node: Node) -> None:
+    if node.type.kind is not Kind.SCALAR:
+        raise CodaTypeError(
+            f"`{node.op}` has no meaning in a state: it folds one element at a time",
+            node.loc,
+            hint="pass it as an input: `state (value, index): col[M] = argmax(x, col_index())`",
+        )
 
 
 def _check_result(
     builder: EpilogueBuilder, node: int, name: str, dtype: Dtype | None, file: File, value: syntax.Expression
 ) -> None:
     have = builder.nodes[node].type
-    for other in builder.nodes:
-        if other.type.kind is not Kind.SCALAR:
-            raise CodaTypeError(
-                f"`{other.op}` has no meaning in a state: it folds one element at a time",
-                other.loc,
-                hint="pass it as an input: `state (value, index): col[M] = argmax(x, col_index())`",
-            )
     if have.dtype is not (dtype or have.dtype) or have.dtype is Dtype.BOOL:
         wanted = dtype.value if dtype else "f32 or i32"
         raise CodaTypeError(
