@@ -100,11 +100,23 @@ def epilogue(function: Callable[..., None] | None = None, **options: Any) -> Any
     return made
 
 
-def state(definition: type) -> Transform:
+@overload
+def state(definition: type) -> Transform: ...
+
+
+@overload
+def state(*, name: str) -> Callable[[type], Transform]: ...
+
+
+def state(definition: type | None = None, *, name: str | None = None) -> Any:
     """The stateful transform that a Python class means; see `codalang.builder.states`.
+
+    Args:
+        definition: the class.
+        name: the transform's name, if not the class's.
 
     Raises a CodaError with the line of Python that is wrong.
     """
     from codalang.builder.states import define
 
-    return define(definition)
+    return functools.partial(define, name=name) if definition is None else define(definition, name)

@@ -7,6 +7,7 @@ import copy
 import functools
 import linecache
 import math
+import operator
 import pickle
 import re
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
@@ -654,3 +656,70 @@ assert "torch" not in sys.modules
         "<string>:6:1: `&` combines masks, got <tile[M, N]>\n"
         "hint: Python's `&` binds more tightly than comparisons: write `(a > 0) & (b > 0)`\n"
     ), result.stderr
+
+
+def test_a_state_can_be_given_a_name() -> None:
+    def scaled(factor):
+        @codalang.state(name=f"total_{factor}")
+        class total:
+            s: float = 0
+
+            def update(self, x):
+                return self.s + factor * x
+
+            def merge(self, other):
+                return self.s + other.s
+
+            def finalize(self):
+                return {"total": self.s}
+
+        return total
+
+    def f(acc: coda.tile[M, N]):
+        coda.state("a", scaled(1)(acc), coda.col[M])
+        coda.state("b", scaled(2)(acc), coda.col[M])
+
+    round_trip(coda.build(f))
+
+
+STRANGERS = [None, "text", b"bytes", (1.0, 2.0), [1.0], {}, {1}, 1j, object(), print, int, ..., range(3), Decimal(1), M]
+BINARY = "add sub mul truediv floordiv mod pow matmul lshift rshift and_ or_ xor lt le gt ge eq ne".split()
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_an_operator_of_python_gives_a_value_or_a_typed_error(name: str) -> None:
+    """Also with the stranger on the left, but for `"text" % x`, which makes text."""
+    operation = getattr(operator, name)
+
+    def f(acc: coda.tile[M, N]):
+        for stranger in STRANGERS:
+            for value in (acc, acc > 0, coda.col_index(), coda.sum(acc)):
+                with pytest.raises(CodaTypeError):
+                    operation(value, stranger)
+                if name != "mod" or not isinstance(stranger, str | bytes):
+                    with pytest.raises(CodaTypeError):
+                        operation(stranger, value)
+        coda.store("y", acc)
+
+    assert coda.build(f).outputs
+
+
+@pytest.mark.parametrize("function", [len, iter, list, int, float, complex, bool, round, hash, repr, str, math.exp])
+def test_a_function_of_python_gives_something_or_a_typed_error(function) -> None:
+    def f(acc: coda.tile[M, N]):
+        for value in (acc, acc > 0, coda.col_index(), coda.sum(acc)):
+            if function in (hash, repr, str):
+                function(value)
+            else:
+                with pytest.raises(CodaTypeError):
+                    function(value)
+        coda.store("y", acc)
+
+    assert coda.build(f).outputs
+
+
+def test_star_import() -> None:
+    e = run("from codalang.builder import *\ndef f(acc: tile[M, N]):\n    reduce('y', sum(abs(acc)), col[M])\n")["f"]
+    assert (
+        coda.build(e) == parse("epilogue f(acc: tile[M, N]) {\n    reduce y: col[M] = sum(abs(acc))\n}").epilogues["f"]
+    )

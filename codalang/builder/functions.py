@@ -48,10 +48,9 @@ def _function(name: str, info: OpInfo | None) -> Callable[..., Any]:
 def _documentation(name: str, info: OpInfo | None) -> str:
     lines = []
     if info is not None:
-        letters = [
-            "mask" if dtype is Dtype.BOOL else letter for dtype, letter in zip(info.operands, "xyz", strict=False)
-        ]
-        call = f"{name}({', '.join([*letters, *([info.attr] if info.attr else [])])})"
+        numbers = iter("xyz")
+        operands = ["mask" if dtype is Dtype.BOOL else next(numbers) for dtype in info.operands]
+        call = f"{name}({', '.join([*operands, *([info.attr] if info.attr else [])])})"
         lines.append(f"`{call}` of the language, for every element.")
     if name in REDUCTIONS:
         lines.append(f"`{name}(x)` is a reduction, for `reduce`.")
@@ -67,11 +66,13 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 def split(x: Operand) -> tuple[Value, Value]:
     """The even and the odd columns of a value, each half as wide."""
+    wanted("`split`")
     return apply("even", x, result=0), apply("odd", x, result=1)
 
 
 def rotate(a: Operand, b: Operand, angle: Operand) -> tuple[Value, Value]:
     """The pair (a, b) turned by an angle: (a cos - b sin, a sin + b cos)."""
+    wanted("`rotate`")
     cos, sin = apply("cos", angle), apply("sin", angle)
     x, y = apply("mul", a, cos), apply("mul", b, sin)
     return (

@@ -174,7 +174,7 @@ _known_files: dict[str, File] = {}
 
 def forget() -> None:
     """Look at the files again: they may have changed since the last recording."""
-    for name in _known_files:
+    for name in list(_known_files):  # other threads record, too
         linecache.checkcache(name)
     _known_files.clear()
     _known_positions.clear()

@@ -18,6 +18,7 @@ from codalang.builder.shapes import Shape, shape, storage
 from codalang.builder.states import define
 from codalang.builder.value import Operand, Reduction, Value, checked, name_of, node_of
 from codalang.errors import CodaError, CodaLocalityError, CodaNameError
+from codalang.ir.epilogue import State
 from codalang.ir.names import DISCARD, is_name
 from codalang.ir.ops import REDUCTIONS
 from codalang.ir.states import StateDef
@@ -131,6 +132,7 @@ def state(names: object, transform: object = None, shape: Shape | str | None = N
             _keyword_hint(results[0], transform) or "such as `online_logsumexp(x)`",
         )
     definition = transform.how
+    _check_state(recording, definition)
     nodes = [
         node_of(recording, value, input_dtype)
         for value, (_, input_dtype) in zip(transform.values, definition.inputs, strict=True)
@@ -146,6 +148,21 @@ def state(names: object, transform: object = None, shape: Shape | str | None = N
     )
     transform.name = ", ".join(results)
     return transform
+
+
+def _check_state(recording: Recording, definition: StateDef) -> None:
+    """A name means one thing in a program: two transforms of an epilogue, or it and the epilogue, have two."""
+    others = {o.definition for o in recording.builder.outputs if isinstance(o, State)}
+    twice = any(other.name == definition.name and other != definition for other in others)
+    if twice or definition.name == recording.name:
+        raise recording.located(
+            CodaNameError(
+                f"two states are called `{definition.name}`"
+                if twice
+                else f"`{definition.name}` is the epilogue's name",
+                hint='`@codalang.state(name="...")` gives another',
+            )
+        )
 
 
 def _keyword(reduction: Reduction) -> str:

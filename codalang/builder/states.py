@@ -97,14 +97,17 @@ class Carried:
         )
 
 
-def define(cls: type) -> Transform:
-    """The transform that a class means; see the module's docstring.
+def define(cls: type, name: str | None = None) -> Transform:
+    """The transform that a class means, under its name or another; see the module's docstring.
 
     Raises CodaTypeError or CodaNameError at the line of Python that is wrong.
     """
     loc = place.here()  # forgets what is known of files, too
-    if not is_name(cls.__name__):
-        raise CodaNameError(f"{cls.__name__!r} cannot name a state", loc)
+    if not isinstance(cls, type):
+        raise CodaTypeError(f"a state is made of a class, got {cls!r}", loc, hint="write it with `class`")
+    name = cls.__name__ if name is None else name
+    if not is_name(name):
+        raise CodaNameError(f"{name!r} cannot name a state", loc)
     parts = _functions(cls, loc)
     fields = _carried(cls, loc)
     carried = tuple((name, dtype) for name, dtype, _ in fields)
@@ -112,7 +115,7 @@ def define(cls: type) -> Transform:
     _check_distinct(carried + inputs, parts["update"])
     _count(parts["merge"], 2, "the carried values of two parts")
     _count(parts["finalize"], 1, "the carried values")
-    record = functools.partial(_record, cls.__name__)
+    record = functools.partial(_record, name)
     new = _in_order("carried value", carried)
 
     def update_arguments(values: dict[str, Value]) -> tuple[Any, ...]:
@@ -140,7 +143,7 @@ def define(cls: type) -> Transform:
             _in_order("float input", cotangents),
         )
     initial = tuple(value for _, _, value in fields)
-    return Transform(StateDef(cls.__name__, inputs, carried, initial, update, merge, finalize, results, vjp, loc))
+    return Transform(StateDef(name, inputs, carried, initial, update, merge, finalize, results, vjp, loc))
 
 
 # The class
