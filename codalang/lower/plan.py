@@ -19,7 +19,7 @@ from fractions import Fraction
 import attrs
 
 from codalang.errors import CodaUnsupportedError
-from codalang.ir.epilogue import Reduce, State
+from codalang.ir.epilogue import Epilogue, Reduce, State
 from codalang.ir.types import Kind
 from codalang.lower.codegen import unit
 from codalang.lower.spec import DTYPE_BYTES, Config, KernelSpec, folds, relative_width
@@ -31,8 +31,9 @@ CONSUMER_WARPS = 8
 SLAB_ROWS = 16
 SMS = 132  # of an H100 or H200 SXM
 HOSTED_ROWS = 64  # rows of a hosted kernel's tile
-CONSUMER_REGISTERS = 240  # estimated, per thread of a consumer warpgroup: above it kernels were seen to spill
+CONSUMER_REGISTERS = 237  # estimated, per thread of a consumer warpgroup: above it kernels were seen to spill
 TEMPORARY_REGISTERS = 20
+EXTRA_TEMPORARIES = {"tanh": 8, "exp": 8}  # of ops, in the epilogue or in what a state folds by
 MULTIPLIES_PER_CYCLE = 2048  # of one SM: dense bf16 or f16 wgmma
 
 
@@ -173,7 +174,12 @@ def registers(spec: KernelSpec, config: Config) -> int:
         width = relative_width(spec.epilogue, group[0])
         carried += words * int(columns * width if group[0].type.kind is Kind.ROW else rows)
     cols = rows * sum(p.type.kind is Kind.COL for p, _ in spec.inputs)
-    return accumulator + carried + cols + unit(spec.epilogue) // 4 + TEMPORARY_REGISTERS
+    return accumulator + carried + cols + unit(spec.epilogue) // 4 + _temporaries(spec.epilogue)
+
+
+def _temporaries(epilogue: Epilogue) -> int:
+    nodes = [*epilogue.nodes, *(node for state in epilogue.states for node in state.definition.update.nodes)]
+    return TEMPORARY_REGISTERS + sum(EXTRA_TEMPORARIES[op] for op in {n.op for n in nodes} & EXTRA_TEMPORARIES.keys())
 
 
 def _carried_words(output: Reduce | State) -> int:
