@@ -58,6 +58,30 @@ class argmax:
 
 
 @codalang.state
+class argmin:
+    low: float = inf
+    at: int = NO_INDEX
+
+    def update(self, x, i: int):
+        ties = (x == self.low) | ((x != x) & (self.low != self.low))
+        better = (x < self.low) | ((x != x) & (self.low == self.low)) | (ties & (i < self.at))
+        return where(better, x, self.low), where(better, i, self.at)
+
+    def merge(self, other):
+        ties = (other.low == self.low) | ((other.low != other.low) & (self.low != self.low))
+        better = (other.low < self.low) | ((other.low != other.low) & (self.low == self.low))
+        better = better | (ties & (other.at < self.at))
+        return where(better, other.low, self.low), where(better, other.at, self.at)
+
+    def finalize(self):
+        return {"value": self.low, "index": self.at}
+
+    @staticmethod
+    def vjp(i, index, d_value):
+        return where(i == index, d_value, 0)
+
+
+@codalang.state
 class argmax2:
     top: f32 = -inf  # noqa: F821
     at: i32 = NO_INDEX  # noqa: F821

@@ -269,6 +269,14 @@ def test_argmax_finds_the_first() -> None:
         assert result["value"].isnan() and (result["i"].item(), result["j"].item()) == (1, 0)
 
 
+def test_argmin_finds_the_first() -> None:
+    epilogue = program("epilogue e(acc: tile[M, N]) { state (v, i): col[M] = argmin(acc, col_index()) }")
+    acc = tensor([3, 1, 1, 2], [NAN, -9, NAN, 1], [INF, INF, INF, INF], [1, 2, -9, -9])
+    for result in (run(epilogue, {"acc": acc}), run_tiled(epilogue, {"acc": acc}, tile=(3, 1))):
+        assert result["i"].tolist() == [1, 0, 0, 2]
+        torch.testing.assert_close(result["v"], acc.amin(1), rtol=0, atol=0, equal_nan=True)
+
+
 def test_logsumexp_of_infinities() -> None:
     epilogue = program("epilogue e(acc: tile[M, N]) { state s: col[M] = online_logsumexp(acc) }")
     acc = tensor([-INF, -INF, -INF], [-INF, 0, -INF], [700, 800, -INF], [NAN, 0, 0])

@@ -4,10 +4,11 @@
 |-------------------|------------|--------------------|--------------------------------------------------------------|
 | online_logsumexp  | x          | lse                | log(sum(exp(x))), with no intermediate larger than its inputs |
 | argmax            | x, i       | value, index       | the maximum, and the least i that it is at                   |
+| argmin            | x, i       | value, index       | the minimum, and the least i that it is at                   |
 | argmax2           | x, i, j    | value, row, column | the same with two indices, the first of which counts first   |
 | welford           | x          | mean, var, count   | mean and population variance without cancellation            |
 
-A NaN is the maximum of whatever it meets, as in torch.  The derivative of `reduce m: col[M] = max(e)` goes to an index
+A NaN is the maximum and the minimum of whatever it meets, as in torch.  The derivative of `reduce m: col[M] = max(e)` goes to an index
 that `argmax` finds.  Welford's merge is that of Chan, Golub and LeVeque (1979).
 """
 
@@ -167,6 +168,12 @@ def _argmax_step(top: Scalar, at: Scalar, x: Scalar, i: Scalar) -> tuple[Scalar,
     return where(better, x, top), where(better, i, at)
 
 
+def _argmin_step(low: Scalar, at: Scalar, x: Scalar, i: Scalar) -> tuple[Scalar, Scalar]:
+    ties = eq(x, low) | (ne(x, x) & ne(low, low))
+    better = (x < low) | (ne(x, x) & eq(low, low)) | (ties & (i < at))
+    return where(better, x, low), where(better, i, at)
+
+
 def _argmax2_step(
     top: Scalar, at: Scalar, beside: Scalar, x: Scalar, i: Scalar, j: Scalar
 ) -> tuple[Scalar, Scalar, Scalar]:
@@ -182,6 +189,17 @@ ARGMAX = define(
     update=_argmax_step,
     merge=_argmax_step,
     finalize=lambda top, at: (top, at),
+    vjp=lambda x, i, value, index, d_value: (where(eq(i, index), d_value, 0.0),),
+)
+
+ARGMIN = define(
+    "argmin",
+    (("x", Dtype.F32), ("i", Dtype.I32)),
+    (("low", Dtype.F32, math.inf), ("at", Dtype.I32, NO_INDEX)),
+    (("value", Dtype.F32), ("index", Dtype.I32)),
+    update=_argmin_step,
+    merge=_argmin_step,
+    finalize=lambda low, at: (low, at),
     vjp=lambda x, i, value, index, d_value: (where(eq(i, index), d_value, 0.0),),
 )
 
@@ -227,4 +245,4 @@ WELFORD = define(
     vjp=lambda x, mean, var, count, d_mean, d_var, d_count: ((d_mean + d_var * ((x - mean) * 2.0)) / count,),
 )
 
-BUILTIN_STATES: dict[str, StateDef] = {d.name: d for d in (ONLINE_LOGSUMEXP, ARGMAX, ARGMAX2, WELFORD)}
+BUILTIN_STATES: dict[str, StateDef] = {d.name: d for d in (ONLINE_LOGSUMEXP, ARGMAX, ARGMIN, ARGMAX2, WELFORD)}
