@@ -769,6 +769,21 @@ def test_copies_and_pickles(m):
     assert torch.equal(pickle.loads(pickle.dumps(m.plain))(a, w), m.plain(a, w))
 
 
+def test_a_module_knows_when_a_file_that_it_imports_changes(tmp_path):
+    program, imported = tmp_path / "main.coda", tmp_path / "lib.coda"
+    imported.write_text("fn f(x) = x + 1\n")
+    program.write_text('import "lib.coda"\nepilogue e(acc: tile[M, N]) {\n    store y: tile[M, N] = f(acc)\n}\n')
+    m = codalang.load(program)
+    assert codalang.load(program) is m
+    a, w = torch.randn(3, 4), torch.randn(6, 4)
+    imported.write_text("fn f(x) = x + 2\n")
+    torch.testing.assert_close(codalang.load(program).e(a, w), m.e(a, w) + 1)
+    imported.unlink()
+    torch.testing.assert_close(pickle.loads(pickle.dumps(m)).e(a, w), m.e(a, w))
+    with pytest.raises(CodaError, match="cannot read"):
+        codalang.load(program)
+
+
 def test_meta_tensors(m):
     result = m.halves(*(v.detach().to("meta") for v in _inputs(m.halves, lead=(2, 3))))
     assert [r.device.type for r in result] == ["meta"] * 3 and result.y.shape == (2, 3, 6)

@@ -8,8 +8,8 @@
 | argmax2           | x, i, j    | value, row, column | the same with two indices, the first of which counts first   |
 | welford           | x          | mean, var, count   | mean and population variance without cancellation            |
 
-A NaN is the maximum and the minimum of whatever it meets, as in torch.  The derivative of `reduce m: col[M] = max(e)` goes to an index
-that `argmax` finds.  Welford's merge is that of Chan, Golub and LeVeque (1979).
+A NaN is the maximum and the minimum of whatever it meets, as in torch.  The derivative of `reduce m: col[M] = max(e)`
+goes to an index that `argmax` finds.  Welford's merge is that of Chan, Golub and LeVeque (1979).
 """
 
 from __future__ import annotations
@@ -132,14 +132,21 @@ def define(
 
 
 def _lse_update(m: Scalar, s: Scalar, x: Scalar) -> tuple[Scalar, Scalar]:
-    # of the two exponentials that rescale and add, one is always exp(0): one is computed.  Equal infinities count as 1.
-    ratio = where(eq(x, m), 1.0, exp(apply("neg", apply("abs", x - m))))
-    return apply("max", m, x), where(x > m, s * ratio + 1.0, s + ratio)
+    # Of the two exponentials that rescale and add, one is always exp(0).  An infinite maximum cannot be subtracted.
+    # Only selections and one difference, no max and abs, whose derivatives at a tie would not be those of the sum.
+    bigger = x > m
+    top = where(bigger, x, m)
+    shift = where(eq(apply("abs", top), math.inf), 0.0, top)
+    ratio = exp(where(bigger, m, x) - shift)
+    return top, where(bigger, s * ratio + 1.0, s + ratio)
 
 
 def _lse_merge(a_m: Scalar, a_s: Scalar, b_m: Scalar, b_s: Scalar) -> tuple[Scalar, Scalar]:
-    ratio = where(eq(a_m, b_m), 1.0, exp(apply("neg", apply("abs", a_m - b_m))))
-    return apply("max", a_m, b_m), where(b_m > a_m, a_s * ratio + b_s, a_s + b_s * ratio)
+    bigger = b_m > a_m
+    top = where(bigger, b_m, a_m)
+    shift = where(eq(apply("abs", top), math.inf), 0.0, top)
+    ratio = exp(where(bigger, a_m, b_m) - shift)
+    return top, where(bigger, a_s * ratio + b_s, a_s + b_s * ratio)
 
 
 ONLINE_LOGSUMEXP = define(

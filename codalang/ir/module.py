@@ -11,8 +11,12 @@ from codalang.ir.states import StateDef
 
 @attrs.frozen
 class Module:
-    """The epilogues and states of a source file, in textual order after those that it imports."""
+    """The epilogues and states of a source file, in textual order after those that it imports.
+
+    `imported` are the other files that it is made of, as they were read.
+    """
 
     source: Source
     epilogues: dict[str, Epilogue]
     states: dict[str, StateDef] = attrs.field(factory=dict)
+    imported: tuple[Source, ...] = ()

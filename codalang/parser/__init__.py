@@ -46,7 +46,7 @@ def parse(source: Source | str) -> Module:
         check_names(file)
     states = _States()
     made = {file: _made(file, states) for file in files}
-    return _module(files[-1], made)
+    return attrs.evolve(_module(files[-1], made), imported=tuple(file.source for file in files[:-1]))
 
 
 class _States:

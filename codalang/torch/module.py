@@ -18,6 +18,7 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -25,10 +26,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from codalang.autodiff import Derivative, derive
-from codalang.errors import CodaNameError, CodaUnsupportedError, Source
+from codalang.errors import CodaError, CodaNameError, CodaUnsupportedError, Source
 from codalang.ir import module as ir
 from codalang.ir.epilogue import Epilogue
-from codalang.ir.printer import print_epilogue
+from codalang.ir.printer import print_epilogue, print_module
 from codalang.ir.simplify import simplify
 from codalang.torch import opaque
 from codalang.torch.autograd import Operator, Plan, invoke
@@ -246,19 +247,44 @@ class Module:
         return f"<codalang module {self._program.source.name}: {', '.join(self._functions)}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return module_of, (self._program.source,)
+        # What imports other files travels as a text of its own: they need not be where it arrives.
+        source = self._program.source
+        return module_of, (Source(source.name, print_module(self._program)) if self._program.imported else source,)
 
     def __deepcopy__(self, memo: object) -> Module:
         return self
 
 
-@functools.lru_cache(maxsize=256)
-def _module_of(name: str, text: str) -> Module:
-    from codalang.parser import parse
-
-    return Module(parse(Source(name, text)))
+_REMEMBERED_MODULES = 256
+_modules: dict[tuple[str, str], tuple[Module, tuple[Source, ...]]] = {}
 
 
 def module_of(source: Source) -> Module:
-    """The module of a source.  Loading the same text again gives the same module, with all that it has learned."""
-    return _module_of(source.name, source.text)
+    """The module of a source.
+
+    Loading the same text again gives the same module, with all that it has learned, unless a file that it imports is
+    another one by now.
+    """
+    from codalang.parser import parse
+
+    name = (source.name, source.text)
+    module, imported = _modules.get(name, (None, ()))
+    if module is None or not all(map(_as_it_was, imported)):
+        program = parse(source)
+        module = Module(program)
+        _modules.pop(name, None)
+        while len(_modules) >= _REMEMBERED_MODULES:
+            del _modules[next(iter(_modules))]
+        _modules[name] = (module, program.imported)
+    return module
+
+
+def _as_it_was(imported: Source) -> bool:
+    """Does a file still hold what was read?"""
+    from codalang.parser import read_source
+    from codalang.parser.source import normalize
+
+    try:
+        return normalize(read_source(Path(imported.name))) == imported
+    except CodaError:
+        return False
