@@ -21,7 +21,7 @@ Indices and masks have no gradient: None goes to an input of them, and nothing c
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import attrs
@@ -118,6 +118,13 @@ class Plan:
         """The storage dtype of an output."""
         return self.dtypes.get(output.name) or output_dtype(output, self.default, self.compute)
 
+    def job_that_saves(self, forward: Epilogue, saved: Collection[str]) -> Job:
+        """The forward with what it saves; a value that is saved in f32 to be exact is so in float64, too."""
+        job = self.job_of(forward)
+        exact = {torch.float32: self.compute}
+        pairs = zip(forward.outputs, job.dtypes, strict=True)
+        return attrs.evolve(job, dtypes=tuple(exact.get(d, d) if o.name in saved else d for o, d in pairs))
+
     def tape(self, requires: Flags, values: Sequence[Value]) -> Tape:
         """The tape for values of which those so flagged require gradients."""
         tape = self._tapes.get(requires)
@@ -156,7 +163,7 @@ class Tape:
         self._first = first
         # Where nothing is saved the operator stays: a kernel is found fastest by an epilogue that is the same object.
         self.operator = Operator(first.forward, operator.on_gemm) if first.saved else operator
-        self.job = plan.job_of(first.forward) if first.saved else plan.job
+        self.job = plan.job_that_saves(first.forward, first.saved) if first.saved else plan.job
         self.outputs = {o.name: i for i, o in enumerate(self.operator.epilogue.outputs)}
         self.visible = len(operator.epilogue.outputs)
         given = self.operator.epilogue.outputs
