@@ -83,7 +83,7 @@ def _result_dtype(
     raise CodaTypeError(f"the operands of `{spelled}` must agree in dtype, got {shown}", loc, hint=_INDEX_HINT)
 
 
-_INDEX_HINT = "`float(i)` makes a number of an index"
+_INDEX_HINT = "`float(i)` makes a number of an index, `i32(3)` is the index 3"
 _MASK_HINT = "compare first: `x != 0` makes a mask of a number, `where(mask, 1, 0)` a number of a mask"
 
 
