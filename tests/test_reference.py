@@ -277,9 +277,19 @@ def test_argmin_finds_the_first() -> None:
         torch.testing.assert_close(result["v"], acc.amin(1), rtol=0, atol=0, equal_nan=True)
 
 
+def test_the_derivative_of_a_logsumexp_where_elements_tie() -> None:
+    """As rounding to bf16 makes them."""
+    x = (4 * torch.randn(3, 64, dtype=F64, generator=torch.Generator().manual_seed(1))).round() / 4
+    epilogue = program("epilogue e(acc: tile[M, N]) { state s: col[M] = online_logsumexp(acc) }")
+    for call in (run, lambda *a: run_tiled(*a, tile=(2, 16))):
+        leaf = x.clone().requires_grad_()
+        (found,) = torch.autograd.grad(call(epilogue, {"acc": leaf})["s"].sum(), leaf)
+        torch.testing.assert_close(found, x.softmax(1), rtol=1e-13, atol=0)
+
+
 def test_logsumexp_of_infinities() -> None:
     epilogue = program("epilogue e(acc: tile[M, N]) { state s: col[M] = online_logsumexp(acc) }")
-    acc = tensor([-INF, -INF, -INF], [-INF, 0, -INF], [700, 800, -INF], [NAN, 0, 0])
+    acc = tensor([-INF] * 3, [-INF, 0, -INF], [700, 800, -INF], [NAN, 0, 0], [0, NAN, 1], [INF, INF, 0], [0, INF, -INF])
     for result in (run(epilogue, {"acc": acc}), run_tiled(epilogue, {"acc": acc}, tile=(3, 1))):
         torch.testing.assert_close(result["s"], acc.logsumexp(1), rtol=1e-15, atol=0, equal_nan=True)
 

@@ -201,7 +201,7 @@ def _combined(output: Output, parts: Sequence[tuple[Tensor, ...]], context: Cont
 
 
 def _ranges(whole: range, step: int) -> list[range]:
-    """[0, extent) cut into steps, the last one ragged.  No elements are one empty step, which contributes identities."""
+    """[0, extent) cut into steps, the last one ragged.  No elements are one empty step: it contributes identities."""
     return [whole[start : start + step] for start in range(0, len(whole), step)] or [range(0)]
 
 
