@@ -27,11 +27,18 @@ Extents = tuple[int, int]
 
 
 def autograd(
-    epilogue: Epilogue, inputs: Mapping[str, Tensor], cotangents: Mapping[str, Tensor], extents: Extents
+    epilogue: Epilogue,
+    inputs: Mapping[str, Tensor],
+    cotangents: Mapping[str, Tensor],
+    extents: Extents,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensors:
-    """The gradient of every parameter by torch.autograd; zeros where none flows.  A missing cotangent is zero."""
+    """The gradient of every parameter by torch.autograd; zeros where none flows.  A missing cotangent is zero.
+
+    In a dtype of 16 bits this is what PyTorch does in eager mode: the result of every op is rounded.
+    """
     leaves = {name: as_leaf(value) for name, value in inputs.items()}
-    outputs = reference.run(epilogue, leaves, extents=extents)
+    outputs = reference.run(epilogue, leaves, dtype=dtype, extents=extents)
     chosen = [name for name in outputs if name in cotangents and outputs[name].requires_grad]
     gradients = {name: torch.zeros_like(value) for name, value in inputs.items()}
     wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}

@@ -9,14 +9,15 @@ leave its domain, the operand is first made tame (2^-k * x, 1 + x*x).  Inputs ar
 different values are equal, or a value is at a kink, with probability zero; a program may still compare a value with
 itself, or with what rounding made equal, and there the derivative is the same convention on both sides.
 
-`smooth` leaves out what finite differences do not see as the derivative is defined: cast and stop_gradient.
+`without` leaves out ops and reductions by name.  NOT_SMOOTH are those that finite differences do not see as the
+derivative is defined, JUMPS those where a rounding error may decide between quite different values.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
 
 import attrs
@@ -125,7 +126,8 @@ INTERVALS: dict[str, Callable[..., Interval]] = {
 # Operand positions whose interval must stay away from zero, from above.
 _POSITIVE = {"div": 1, "log": 0, "log2": 0, "sqrt": 0, "rsqrt": 0}
 _EXPONENTIALS = ("exp", "exp2")
-_NOT_SMOOTH = ("cast", "stop_gradient")
+NOT_SMOOTH = ("cast", "stop_gradient")
+JUMPS = ("lt", "le", "gt", "ge", "eq", "ne", "where", "min", "max", "abs", "group_max", "argmax")
 
 
 class _Draft:
@@ -270,7 +272,7 @@ def epilogues(
     *,
     max_steps: int = 16,
     annotated: bool = True,
-    smooth: bool = False,
+    without: Collection[str] = (),
     states: Sequence[StateDef] = (),
 ) -> Epilogue:
     """A random epilogue with at most `max_steps` steps beside those that keep it tame.
@@ -282,12 +284,12 @@ def epilogues(
     names = draw(st.lists(st.sampled_from(NAMES), unique=True, min_size=1, max_size=5))
     for position, name in enumerate(names):
         _param(draw, draft, name, position, annotation)
-    steps = [op for op in _STEPS if not (smooth and op in _NOT_SMOOTH)]
+    steps = [op for op in _STEPS if op not in without]
     for _ in range(draw(st.integers(0, max_steps))):
         draft.step(draw(st.sampled_from(steps)))
     free = draw(st.lists(st.sampled_from(NAMES), unique=True, min_size=1, max_size=4))
     while free:
-        _output(draw, draft, free, draw(annotation), states)
+        _output(draw, draft, free, draw(annotation), states, without)
     for value in draw(st.lists(st.sampled_from(draft.pool), unique=True, max_size=2)):
         _keep(draw, draft, value)
     return draft.builder.finish()
@@ -312,7 +314,12 @@ def _param(
 
 
 def _output(
-    draw: Callable[..., object], draft: _Draft, free: list[str], dtype: str | None, states: Sequence[StateDef]
+    draw: Callable[..., object],
+    draft: _Draft,
+    free: list[str],
+    dtype: str | None,
+    states: Sequence[StateDef],
+    without: Collection[str],
 ) -> None:
     """An output of any sort; it takes its names from those that are free."""
     value = _result(draw, draft)
@@ -323,10 +330,11 @@ def _output(
         return
     type_ = _of_width(draw(_value_type([Kind.COL, Kind.ROW, Kind.SCALAR])), value)
     if sort == "reduce":
-        how = draw(st.sampled_from(list(REDUCTIONS)))
+        how = draw(st.sampled_from([how for how in REDUCTIONS if how not in without]))
         draft.builder.reduce(free.pop(0), value.node, type_, how, dtype)
         return
-    definition = draw(st.sampled_from([ONLINE_LOGSUMEXP, WELFORD, ARGMAX, *states]))
+    known = [ONLINE_LOGSUMEXP, WELFORD, ARGMAX, *states]
+    definition = draw(st.sampled_from([d for d in known if d.name not in without]))
     definition = ARGMAX2 if definition is ARGMAX and type_.kind is Kind.SCALAR else definition
     operands = _state_inputs(draw, draft, definition, value, type_)
     if operands is None:

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, note
 from hypothesis import strategies as st
 from oracles import absolute_contributions, as_leaf, assert_within, autograd, backward_inputs, derived
-from strategies import cotangents_for, epilogues, extents, fitted, inputs_for
+from strategies import JUMPS, NOT_SMOOTH, cotangents_for, epilogues, extents, fitted, inputs_for
 from torch import Tensor
 from user_states import USER_STATES
 
@@ -197,7 +197,7 @@ def test_gradients(epilogue: Epilogue, size: tuple[int, int], seed: int) -> None
     check_gradients(epilogue, derivative, inputs, cotangents_for(epilogue, size, seed), size)
 
 
-@given(epilogues(smooth=True, states=USER_STATES), extents, seeds)
+@given(epilogues(without=NOT_SMOOTH, states=USER_STATES), extents, seeds)
 def test_finite_differences(epilogue: Epilogue, size: tuple[int, int], seed: int) -> None:
     """Along a random direction of each parameter, by the values of the forward alone: nothing differentiates here."""
     size = fitted(epilogue, size)
@@ -349,6 +349,114 @@ def test_second_derivative(epilogue: Epilogue, size: tuple[int, int], seed: int)
         nothing = torch.zeros_like(value)
         assert_within(found.get(key, nothing), value, scale.get(key, nothing), RELATIVE, " ".join(key))
 
+
+# ---- low precision ---------------------------------------------------------------------------------------------------
+
+# The derived backward's error is at most this times that of PyTorch in bf16 or f16, plus what rounding the gradient and
+# what it is made of costs once.
+EAGER_FACTOR = 4.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("outlier", [1.0, 100.0, 1000.0])
+@given(epilogue=epilogues(annotated=False, without=JUMPS), size=extents, seed=seeds)
+def test_rounding_costs_no_more_than_in_eager_mode(
+    dtype: torch.dtype, outlier: float, epilogue: Epilogue, size: tuple[int, int], seed: int
+) -> None:
+    """Inputs, outputs, cotangents, saved values and gradients in 16 bits, one row of all inputs an outlier."""
+    size = fitted(epilogue, size)
+    derivative = derive(epilogue)
+    note_program(epilogue, derivative)
+    inputs = {
+        n: rounded(_with_outlier(epilogue, n, v, outlier), dtype) for n, v in inputs_for(epilogue, size, seed).items()
+    }
+    cotangents = {n: rounded(c, dtype) for n, c in cotangents_for(epilogue, size, seed).items()}
+    exact = autograd(epilogue, doubled(inputs), doubled(cotangents), size)
+    eager = autograd(epilogue, inputs, cotangents, size, dtype)
+    found = _rounded_gradients(derivative, inputs, cotangents, size, dtype)
+    scale = absolute_contributions(epilogue, doubled(inputs), doubled(cotangents), size)
+    for name, output in derivative.gradients.items():
+        if output is None:
+            continue
+        error, unavoidable = (eager[name].double() - exact[name]).norm(), torch.finfo(dtype).eps * scale[name].norm()
+        ours = (found[output].double() - exact[name]).norm()
+        if not error.isfinite() or not unavoidable.isfinite():
+            continue  # of an exponential of 1000, say
+        assert ours <= EAGER_FACTOR * error + unavoidable, f"d_{name}: {ours:.3e}, in eager mode {error:.3e}"
+
+
+CONFIDENT = """epilogue e(acc: tile[M, N], target: col[M]: i64) {{
+    let x = {}
+    state lse: col[M] = online_logsumexp(x)
+    reduce logit: col[M] = sum(where(col_index() == target, x, 0))
+    {}
+}}"""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize(
+    ("x", "more"),
+    [
+        ("acc", ""),
+        ("0.5 * acc + 9", ""),
+        ("cast(acc, bf16)", ""),
+        ("cast(acc, f16)", ""),
+        ("acc", "store x: tile[M, N]"),
+        ("acc", "save x"),
+        ("30 * tanh(acc / 30)", ""),
+    ],
+)
+def test_a_confident_prediction_has_a_small_gradient(dtype: torch.dtype, x: str, more: str) -> None:
+    """A logit of 28 beside others of 20: softmax - 1 is 0.02 or so, and rounding 28 may move exp(x - lse) by 0.06."""
+    epilogue, size = program(CONFIDENT.format(x, more)), (16, 64)
+    generator = torch.Generator().manual_seed(1)
+    acc = 20 + torch.rand(size, dtype=torch.float64, generator=generator)
+    target = torch.randint(0, 64, (16,), generator=generator)
+    acc[torch.arange(16), target] += 7 + torch.rand(16, dtype=torch.float64, generator=generator)
+    inputs = {"acc": acc.float(), "target": target}  # an accumulator is not rounded
+    cotangents = {"lse": torch.ones(16), "logit": -torch.ones(16)}
+    derivative = derive(epilogue, cotangents=list(cotangents))
+    exact = autograd(epilogue, doubled(inputs), doubled(cotangents), size)["acc"]
+    found = _rounded_gradients(derivative, inputs, cotangents, size, dtype)["d_acc"].double()
+    if "cast" in x:
+        coarse = torch.bfloat16 if "bf16" in x else torch.float16
+        seen = {**doubled(inputs), "acc": acc.float().to(coarse).double()}
+        exact = autograd(program(CONFIDENT.format("acc", "")), seen, doubled(cotangents), size)["acc"]
+    assert (found - exact).norm() <= 2 * torch.finfo(dtype).eps * exact.norm()
+
+
+def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of floats in a storage dtype; others as they are."""
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+def doubled(values: Tensors) -> Tensors:
+    """Tensors of floats in float64."""
+    return {name: rounded(value, torch.float64) for name, value in values.items()}
+
+
+def _with_outlier(epilogue: Epilogue, name: str, value: Tensor, factor: float) -> Tensor:
+    """The input with its first row multiplied, where it has rows of floats."""
+    type_ = epilogue.param(name).type
+    if type_.kind.has_rows and type_.dtype is Dtype.F32:
+        value[0] *= factor
+    return value
+
+
+def _rounded_gradients(
+    derivative: Derivative, inputs: Tensors, cotangents: Tensors, size: tuple[int, int], dtype: torch.dtype
+) -> Tensors:
+    """The backward's outputs as kernels make them: f32 in registers, and rounded wherever something is stored."""
+    stored = reference.run(
+        derivative.forward, inputs, dtype=torch.float32, extents=size, storage=reference.Storage(dtype)
+    )
+    sources = {"param": inputs, "output": stored, "saved": stored, "cotangent": cotangents}
+    loaded = {name: sources[load.source][load.name] for name, load in derivative.loads.items()}
+    storage = reference.Storage(dtype, {o.name: dtype for o in derivative.backward.outputs})
+    return reference.run(derivative.backward, loaded, dtype=torch.float32, extents=size, storage=storage)
+
+
+# ---- second derivatives ----------------------------------------------------------------------------------------------
 
 Keyed = dict[tuple[str, str], Tensor]
 
