@@ -243,7 +243,7 @@ def test_there_is_no_other_kind_of_block() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_op_is_in_an_example(page: Path) -> None:
-    """The reference has an example of each op of the table; both pages name all functions, reductions, dtypes, states."""
+    """The reference has an example of each op; both pages name all functions, reductions, dtypes and states."""
     used = [node.op for block in of("coda") if block.page == page for e in epilogues(block) for node in e.nodes]
     if page == LANGUAGE:
         assert set(OPS) - set(used) == set()
