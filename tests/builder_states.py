@@ -1,4 +1,4 @@
-"""The built-in states as Python classes, in a module whose annotations Python keeps as text."""
+"""Stateful transforms as text and as Python classes, in a module whose annotations Python keeps as text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,73 @@ import codalang
 from codalang.builder import exp, log, where
 from codalang.builder import max as larger
 
+TEXT = """
+state online_logsumexp(x) {
+    carry m = -inf, s = 0
+    update {
+        let ratio = where(x == m, 1, exp(-abs(x - m)))
+        return (max(m, x), where(x > m, s * ratio + 1, s + ratio))
+    }
+    merge {
+        let ratio = where(a_m == b_m, 1, exp(-abs(a_m - b_m)))
+        return (max(a_m, b_m), where(b_m > a_m, a_s * ratio + b_s, a_s + b_s * ratio))
+    }
+    finalize (lse) = (m + log(s))
+    vjp (x) = (d_lse * exp(x - lse))
+}
+
+state argmax(x, i: i32) {
+    carry top = -inf, at: i32 = 2147483647
+    update {
+        let ties = x == top or x != x and top != top
+        let better = x > top or x != x and top == top or ties and i < at
+        return (where(better, x, top), where(better, i, at))
+    }
+    merge {
+        let ties = b_top == a_top or b_top != b_top and a_top != a_top
+        let better = b_top > a_top or b_top != b_top and a_top == a_top or ties and b_at < a_at
+        return (where(better, b_top, a_top), where(better, b_at, a_at))
+    }
+    finalize (value, index) = (top, at)
+    vjp (x) = (where(i == index, d_value, 0))
+}
+
+state argmax2(x, i: i32, j: i32) {
+    carry top = -inf, at: i32 = 2147483647, beside: i32 = 2147483647
+    update {
+        let ties = x == top or x != x and top != top
+        let earlier = i < at or i == at and j < beside
+        let better = x > top or x != x and top == top or ties and earlier
+        return (where(better, x, top), where(better, i, at), where(better, j, beside))
+    }
+    merge {
+        let ties = b_top == a_top or b_top != b_top and a_top != a_top
+        let earlier = b_at < a_at or b_at == a_at and b_beside < a_beside
+        let better = b_top > a_top or b_top != b_top and a_top == a_top or ties and earlier
+        return (where(better, b_top, a_top), where(better, b_at, a_at), where(better, b_beside, a_beside))
+    }
+    finalize (value, row, column) = (top, at, beside)
+    vjp (x) = (where(i == row and j == column, d_value, 0))
+}
+
+state welford(x) {
+    carry n = 0, mean = 0, m2 = 0
+    update {
+        let count = n + 1
+        let delta = x - mean
+        let moved = mean + delta / count
+        return (count, moved, m2 + delta * (x - moved))
+    }
+    merge {
+        let count = a_n + b_n
+        let share = b_n / max(count, 1)
+        let delta = b_mean - a_mean
+        return (count, a_mean + delta * share, a_m2 + b_m2 + delta * delta * a_n * share)
+    }
+    finalize (mean, var, count) = (mean, m2 / n, n)
+    vjp (x) = ((d_mean + d_var * ((x - mean) * 2)) / count)
+}
+"""
 NO_INDEX = 2**31 - 1
 
 

@@ -26,6 +26,7 @@ import torch
 from builder_programs import EPILOGUES
 from hypothesis import given
 from strategies import epilogues
+from user_states import USER_STATES
 
 import codalang
 from codalang import builder as coda
@@ -94,10 +95,13 @@ def test_the_standard_library_in_python(name: str) -> None:
     round_trip(made)
 
 
-@pytest.mark.parametrize("name", BUILTIN_STATES)
-def test_the_built_in_states_in_python(name: str) -> None:
-    assert getattr(builder_states, name).definition == BUILTIN_STATES[name]
-    assert getattr(coda, name).definition == BUILTIN_STATES[name]
+@pytest.mark.parametrize("name", parse(builder_states.TEXT).states)
+def test_states_in_python(name: str) -> None:
+    assert getattr(builder_states, name).definition == parse(builder_states.TEXT).states[name]
+
+
+def test_built_in_states_have_their_names() -> None:
+    assert {name: getattr(coda, name).definition for name in BUILTIN_STATES} == BUILTIN_STATES
 
 
 # An epilogue, written out as Python
@@ -199,7 +203,7 @@ def transcribed(e: Epilogue) -> Epilogue:
     return made
 
 
-@given(epilogues())
+@given(epilogues(states=USER_STATES))
 def test_random_epilogues_are_built_in_python(e: Epilogue) -> None:
     assert transcribed(e) == e
 
