@@ -13,6 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import attrs
+import golden_cases
 import pytest
 import torch
 from hypothesis import given, note
@@ -765,6 +766,21 @@ def test_golden(name: str) -> None:
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(text)
     assert text == path.read_text()
+
+
+@pytest.mark.parametrize("name", golden_cases.load("derivatives.txt"))
+def test_golden_derivative(name: str) -> None:
+    """What each construct derives to: the forward that keeps, where it has to keep something, and the backward."""
+    golden_cases.check("derivatives.txt", name, _derivative_text)
+
+
+def _derivative_text(text: str) -> str:
+    (epilogue,) = parse(text).epilogues.values()
+    derivative = derive(epilogue)
+    size = fitted(epilogue, (3, 8))
+    check_gradients(epilogue, derivative, inputs_for(epilogue, size, 1), cotangents_for(epilogue, size, 1), size)
+    kept = [print_epilogue(derivative.forward)] if derivative.saved else []
+    return "\n".join([*kept, print_epilogue(derivative.backward)])
 
 
 @pytest.mark.parametrize("name", STDLIB)

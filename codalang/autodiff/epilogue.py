@@ -70,9 +70,10 @@ def derive(
     reduced = _reachable(graph, [r.node for r in results.asked.values()])
     local = [p and not r for p, r in zip(primal, reduced, strict=True)]
     keeps = {indices[k.value]: k for k in epilogue.keeps if kept is None}
-    ways = _ways(graph, epilogue, indices, local, hosted, kept, keeps, _origins(graph, results.exact))
+    exact, rounded = _exact(graph, epilogue, results.exact, hosted)
+    ways = _ways(graph, epilogue, indices, local, hosted, kept, keeps, exact)
     leaves = {r.node for r in results.asked.values()}
-    loaded = _named(graph, names, _chosen(graph, epilogue, needed, ways, kept, leaves, keeps))
+    loaded = _named(graph, names, _chosen(graph, epilogue, needed, ways, kept, leaves, keeps, rounded))
     finals = _finals(graph, epilogue, indices, names, results, _live(graph, outputs, loaded), kept)
     inputs = _inputs(graph, epilogue, names, loaded, finals)
     backward = _backward(graph, epilogue, outputs, inputs)
@@ -224,13 +225,30 @@ def _saving(node: Node, dtype: str | None) -> Kept:
     return Kept("saved", None, traffic, traffic, dtype)
 
 
-def _origins(graph: Graph, values: Collection[int]) -> set[int]:
-    """The values and all that they are computed from."""
-    found = set(values)
-    for index in reversed(range(len(graph.nodes))):
-        if index in found:
-            found.update(graph.nodes[index].args)
-    return found
+def _exact(graph: Graph, epilogue: Epilogue, values: Collection[int], hosted: bool) -> tuple[set[int], set[int]]:
+    """What is kept exactly where it is kept: some values and what they are computed from, up to where the program itself
+    rounds; and those places, which are loaded, unless what was rounded there can be made again without the accumulator.
+    """
+    accumulator = [] if hosted else [i for i, n in enumerate(graph.nodes) if _is_accumulator(n, epilogue)]
+    accumulated = _reachable(graph, accumulator)
+    exact: set[int] = set()
+    rounded: set[int] = set()
+    pending = list(values)
+    while pending:
+        index = pending.pop()
+        if index in exact:
+            continue
+        exact.add(index)
+        if graph.nodes[index].op == "cast" and accumulated[index]:
+            rounded.add(index)
+        else:
+            pending += graph.nodes[index].args
+    return exact, rounded
+
+
+def _is_accumulator(node: Node, epilogue: Epilogue) -> bool:
+    accumulator = epilogue.accumulator
+    return node.op == "param" and accumulator is not None and node.attr == accumulator.name
 
 
 def _units(what: Param | Output) -> Fraction:
@@ -246,6 +264,7 @@ def _chosen(
     kept: Collection[Load] | None,
     leaves: Collection[int],
     keeps: Mapping[int, Keep],
+    rounded: Collection[int],
 ) -> dict[int, Kept]:
     """What to load beside `leaves`.  Raises CodaUnsupportedError where that cannot be had from what was kept."""
     free: list[bool] = []
@@ -256,7 +275,7 @@ def _chosen(
             free.append(not is_tile(node) and (kept is None or Load("param", str(node.attr)) in kept))
         else:
             free.append(not is_tile(node) and all(free[a] for a in node.args))
-    forced = {index for index, keep in keeps.items() if keep.how == SAVE and index in ways}
+    forced = {*rounded, *(index for index, keep in keeps.items() if keep.how == SAVE)} & set(ways)
     chosen = choose(graph.nodes, needed, ways, free, forced)
     if chosen is None:
         raise _not_recomputed(epilogue, keeps) if kept is None else _not_kept(epilogue, kept)

@@ -90,8 +90,11 @@ def slope(g: Expr, x: Expr, exponent: float) -> Expr | None:
 
 
 def group_sum(g: Expr, group: int) -> Expr:
-    """The sum of every group of adjacent columns, in each of its columns."""
-    return apply("group_sum", g, attr=group) if g.has_columns else float(group) * g
+    """The sum of every group of adjacent columns, in each of its columns; a constant factor is taken out."""
+    coefficient, rest = g.graph.factor(g.node)
+    if not g.has_columns or rest is None:
+        return float(group) * g
+    return coefficient * apply("group_sum", attrs.evolve(g, node=rest), attr=group)
 
 
 def shared(g: Expr, y: Expr, x: Expr, group: int) -> Expr:
