@@ -16,8 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import codalang.parser
 from codalang.ir import reference
 from codalang.ir.epilogue import Epilogue
+from codalang.ir.types import Dtype
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
@@ -26,6 +28,7 @@ import gpu_checks  # noqa: E402
 from gpu_cases import Case, Subject  # noqa: E402
 
 Results = dict[str, Tensor]
+SUBJECTS = [Subject(*c) for c in itertools.product(gpu_cases.SOURCES, (False, True), (True, False))]
 
 
 def no_fault(results: Results, inputs: Mapping[str, Tensor]) -> Results:
@@ -51,9 +54,16 @@ class StandIn:
         width = e.params[0].type.width or 1
         return self._run(e, {e.params[0].name: accumulator, **inputs}, a.dtype, (len(a), int(len(b) / width)), inputs)
 
-    def hosted(self, e: Epilogue, inputs: Mapping[str, Tensor], *, extents: tuple[int, int] | None = None) -> Results:
-        assert e.accumulator is not None
-        return self._run(e, inputs, inputs[e.accumulator.name].dtype, extents, inputs)
+    def hosted(
+        self,
+        e: Epilogue,
+        inputs: Mapping[str, Tensor],
+        *,
+        extents: tuple[int, int] | None = None,
+        default_dtype: torch.dtype | None = None,
+    ) -> Results:
+        assert default_dtype is not None
+        return self._run(e, inputs, default_dtype, extents, inputs)
 
     def _run(
         self,
@@ -85,8 +95,9 @@ def failures(case: Case, stand_in: StandIn) -> list[str]:
 @pytest.mark.parametrize("subject", gpu_cases.subjects(), ids=str)
 def test_a_right_kernel_passes(subject: Subject) -> None:
     layouts = {"a": "odd base", "b": "column", "tile": "every other column", "vector": "strided"}
-    ragged = Case(subject, "f16", 129, 130, 40, **layouts)
-    expanded = Case(subject, "bf16", 7, 24, 8, a="expanded rows", b="expanded columns", vector="expanded")
+    narrow, wide = (gpu_cases.fitted(subject.name, n) for n in (24, 130))
+    ragged = Case(subject, "f16", 129, wide, 40, **layouts)
+    expanded = Case(subject, "bf16", 7, narrow, 8, a="expanded rows", b="expanded columns", vector="expanded")
     for case in (ragged, expanded, *gpu_cases.empty(subject), *gpu_cases.near_limit(subject)[:1]):
         assert failures(case, StandIn()) == []
 
@@ -149,6 +160,16 @@ def _padding_summed(results: Results, inputs: Mapping[str, Tensor]) -> Results:
     return results | {"per_row": results["per_row"] + 24}
 
 
+def _changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[..., Results]:
+    return lambda results, inputs: results | {name: change(results[name])}
+
+
+def _guard_of_an_index(results: Results, inputs: Mapping[str, Tensor]) -> Results:
+    at = results["at"]
+    at.as_strided((1,), (1,), at.storage_offset() + at.numel()).fill_(0)
+    return results
+
+
 @pytest.mark.parametrize(
     ("fault", "name", "message"),
     [
@@ -162,6 +183,16 @@ def _padding_summed(results: Results, inputs: Mapping[str, Tensor]) -> Results:
         (_strided, "residual_rms", "not contiguous"),
         (_missing, "residual_rms", "outputs are"),
         (_padding_summed, "every_feature", "`per_row` error"),
+        (_changed("high", lambda t: t.clamp(min=0)), "every_group", "`high` error"),  # a padding lane's zero
+        (_changed("least", lambda t: t.clamp(max=0)), "every_group", "`least` error"),
+        (_changed("peak", lambda t: t.roll(1, -1)), "every_group", "`peak` error"),
+        (_changed("at", lambda t: (t + 1) % 104), "every_state", "`at` error"),
+        (_changed("index", lambda t: t + 104), "every_state", "inf or NaN that must be finite"),
+        (_changed("count", lambda t: t + 24), "every_state", "63 of 63 integers are wrong"),
+        (_changed("var", lambda t: t * 1.001), "every_state", "`var` error"),
+        (_guard_of_an_index, "every_state", "written past its ends"),
+        (_changed("logit", lambda t: t.roll(1)), "every_index", "`logit` error"),
+        (_changed("scales", lambda t: t - 1), "every_index", "`scales` error"),  # row_index of another row
     ],
 )
 def test_a_wrong_kernel_fails(fault: Callable[..., Results], name: str, message: str) -> None:
@@ -181,6 +212,42 @@ def test_what_tensor_cores_truncate_is_allowed_for_and_no_more() -> None:
     case = small("residual_rms", backward=False, on_gemm=True, k=14336)
     assert failures(case, StandIn(shrink=2.0**-30)) == []
     assert [text for text in failures(case, StandIn(shrink=2.0**-27)) if "`ss`" in text]
+
+
+def test_an_index_of_an_equal_element_is_right() -> None:
+    """Where elements tie, the kernel's choice is not the reference's; nor where they differ by less than rounding."""
+    program = "epilogue ties(acc: tile[M, N]) {\nstate (top, at): col[M] = argmax(acc * 0, col_index())\n}"
+    gpu_cases.add("ties", codalang.parser.parse(program).epilogues["ties"])
+    for on_gemm in (True, False):
+        case = small("ties", backward=False, on_gemm=on_gemm)
+        assert failures(case, StandIn(_changed("at", lambda t: t + 3))) == []
+        assert failures(case, StandIn(_changed("at", lambda t: t + 200)))
+
+
+def test_noise_is_allowed_for_where_a_program_enlarges_it() -> None:
+    """A difference of nearly equal values, of which f32 has lost the last digits; but nothing is left in between."""
+    program = "epilogue loss(acc: tile[M, N]) {\nreduce s: col[M] = sum((acc * 3 + 30000) - 30000)\n}"
+    gpu_cases.add("loss", codalang.parser.parse(program).epilogues["loss"])
+    case = small("loss", backward=False, on_gemm=True)
+    assert failures(case, StandIn()) == []
+    assert failures(case, StandIn(_changed("s", lambda t: t * 1.05)))
+
+
+def test_noise_changes_every_value_but_those_that_are_loaded() -> None:
+    e = gpu_cases.source("every_index")
+    noisy = gpu_checks.with_noise(e, exact=True)
+    computed = [n for n in e.nodes if n.op not in ("param", "const") and n.type.dtype is Dtype.F32]
+    assert len(noisy.params) - len(e.params) == len(computed) > 5
+    assert len(gpu_checks.with_noise(e, exact=False).params) == len(noisy.params) + 1
+
+
+def test_the_whole_library_has_kernels() -> None:
+    """Every epilogue on every host, but for those without a tile that a matmul could compute."""
+    without = {s for s in SUBJECTS if gpu_cases.lacking(s)}
+    assert all(s.on_gemm and s.epilogue.accumulator is None for s in without), without
+    assert {s.name for s in gpu_cases.subjects()} == set(gpu_cases.SOURCES)
+    for subject in gpu_cases.subjects():
+        assert gpu_cases.ragged(subject) or gpu_cases.library(subject)
 
 
 def test_pairwise_covers_every_pair_in_few_rows() -> None:

@@ -347,7 +347,8 @@ class _Shape:
                 return float, "number"
             dtype = {Dtype.I32: torch.int32, Dtype.BOOL: torch.uint8}[param.type.dtype]
             name = {Dtype.I32: "i32", Dtype.BOOL: "bool"}[param.type.dtype]
-            return (lambda v: torch.tensor([int(v)], dtype=dtype, device=self.device)), name
+            # a fill, not a copy from the host: no synchronization, and a CUDA graph can hold it
+            return (lambda v: torch.full((1,), int(v), dtype=dtype, device=self.device)), name
         got = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise CodaCallError(
             f"`{param.name}` of `{self.epilogue.name}` must be a {' or '.join(names.values())} tensor of shape "

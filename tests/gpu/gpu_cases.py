@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -19,22 +19,37 @@ import attrs
 
 import codalang.parser
 from codalang.autodiff import Derivative, derive
-from codalang.errors import Source
+from codalang.errors import CodaUnsupportedError, Source
+from codalang.ir.bind import granularity
 from codalang.ir.epilogue import Epilogue
 from codalang.lower.plan import TILINGS
+from codalang.lower.spec import loaded_params, relative_width
 
 ROOT = Path(__file__).parents[2]
-SOURCES = {
-    "swiglu": ROOT / "stdlib/swiglu.coda",
-    "bias_gelu": ROOT / "stdlib/bias_gelu.coda",
-    "residual_rms": ROOT / "stdlib/residual_rms.coda",
-    "scaled_swiglu": ROOT / "stdlib/scaled_swiglu.coda",
-    "every_feature": Path(__file__).parent / "every_feature.coda",
-}
+HERE = Path(__file__).parent
+
+
+def _epilogues(folder: Path) -> dict[str, Epilogue]:
+    """Every epilogue of every file, by its name."""
+    found: dict[str, Epilogue] = {}
+    for path in sorted(folder.glob("*.coda")):
+        for name, epilogue in codalang.parser.parse(Source(str(path), path.read_text())).epilogues.items():
+            assert name not in found, f"two epilogues are called {name}"
+            found[name] = epilogue
+    return found
+
+
+LIBRARY = _epilogues(ROOT / "stdlib")
+FEATURES = _epilogues(HERE)  # epilogues with every kind of load, store and reduction
+SOURCES = LIBRARY | FEATURES
+# Those that meet every layout, every ragged extent and every tiling; the others of the library meet a few.
+CORE = ("swiglu", "bias_gelu", "residual_rms", "scaled_swiglu", "every_feature")
 
 DTYPES = ("bf16", "f16")
 RAGGED_M = (1, 7, 63, 129, 1000)
 RAGGED_N = (8, 24, 104, 130, 1000, 4104)
+# (M, N, K) for the library: ragged in every axis, one tile and many; N is made a multiple of what the epilogue needs.
+FEW_EXTENTS = ((129, 264, 72), (1000, 520, 40))
 RAGGED_K = (7, 8, 40, 72, 4096)
 MAJORS = ("row", "column")
 # Every way a caller may hold a matrix; see `gpu_checks.LAYOUTS` for what each is.
@@ -68,7 +83,7 @@ class Subject:
     """An epilogue with its host.
 
     Attributes:
-        name: the forward epilogue's name, a key of SOURCES.
+        name: the forward epilogue's name, a key of SOURCES (or of what was given to `add`).
         backward: the derived backward of it; otherwise the forward, with what the backward needs saved.
         on_gemm: the accumulator comes from a matmul; otherwise it is a plain tensor.
     """
@@ -117,11 +132,17 @@ class Case:
         )
 
 
-@cache
+_added: dict[str, Epilogue] = {}
+
+
+def add(name: str, epilogue: Epilogue) -> None:
+    """Let subjects be of an epilogue that is in no file."""
+    _added[name] = epilogue
+
+
 def source(name: str) -> Epilogue:
     """The forward epilogue of that name, as its author wrote it."""
-    path = SOURCES[name]
-    return codalang.parser.parse(Source(str(path), path.read_text())).epilogues[name]
+    return _added[name] if name in _added else SOURCES[name]
 
 
 @cache
@@ -131,8 +152,32 @@ def derived(name: str) -> Derivative:
 
 
 def subjects(names: Sequence[str] = tuple(SOURCES)) -> list[Subject]:
-    """Forward and backward of each, on both hosts."""
-    return [Subject(*choice) for choice in itertools.product(names, (False, True), (True, False))]
+    """Forward and backward of each, on both hosts, as far as there are kernels."""
+    every = [Subject(*choice) for choice in itertools.product(names, (False, True), (True, False))]
+    return [subject for subject in every if not lacking(subject)]
+
+
+@cache
+def lacking(subject: Subject) -> str | None:
+    """Why there is no kernel for a subject, or None.  That a backward has nothing to compute is one reason."""
+    epilogue = subject.epilogue
+    if not epilogue.outputs:
+        return "there is nothing to compute"
+    if subject.on_gemm and epilogue.accumulator is None:
+        return "it has no accumulator"
+    try:
+        for item in (*loaded_params(epilogue, subject.on_gemm), *epilogue.outputs):
+            relative_width(epilogue, item)
+    except CodaUnsupportedError as error:
+        return str(error)
+    return None
+
+
+def fitted(name: str, n: int) -> int:
+    """The least N that is no smaller and that the epilogue takes."""
+    steps = (granularity(e) for e in (source(name), derived(name).forward, derived(name).backward))
+    step = max(steps)
+    return -(-n // step) * step
 
 
 def pairwise(factors: dict[str, Sequence], seed: int = 0) -> Iterator[dict]:
@@ -162,6 +207,8 @@ def _gain(missing: set, choice: dict, names: list[str], name: str, value: object
 
 def ragged(subject: Subject) -> list[Case]:
     """A pairwise subset of dtypes, ragged extents and layouts."""
+    if subject.name not in CORE:
+        return []
     factors: dict[str, Sequence] = {
         "dtype": DTYPES,
         "m": RAGGED_M,
@@ -180,6 +227,8 @@ def ragged(subject: Subject) -> list[Case]:
 
 def sweep(subject: Subject) -> list[Case]:
     """Every ragged extent with every dtype and every pair of majors; the other layouts take turns."""
+    if subject.name not in CORE:
+        return []
     ks, majors = (RAGGED_K, MAJORS) if subject.on_gemm else ((0,), ("row",))
     product = itertools.product(DTYPES, RAGGED_M, RAGGED_N, ks, majors, majors)
     return [
@@ -196,8 +245,41 @@ def sweep(subject: Subject) -> list[Case]:
 
 def empty(subject: Subject) -> list[Case]:
     """Extents of zero.  K = 0 has an accumulator of zeros."""
-    extents = [(0, 24, 40), (129, 0, 40), (0, 0, 0)] + ([(129, 24, 0), (0, 24, 0)] if subject.on_gemm else [])
+    if subject.name not in (*CORE, *FEATURES):
+        return []
+    extents = [(0, 24, 40), (129, 0, 40), (0, 0, 0)]
+    if subject.on_gemm:  # with no K there are kernels all the same
+        extents += [(0, 24, 0)] + ([(129, 24, 0)] if subject.name in CORE else [])
     return [Case(subject, dtype, *extent) for dtype in DTYPES for extent in extents]
+
+
+def turn_of(name: str) -> int:
+    """A number that differs from subject to subject, to take turns by."""
+    return sorted(SOURCES).index(name)
+
+
+def library(subject: Subject) -> list[Case]:
+    """A few cases: the dtype and layouts take turns from subject to subject.
+
+    The second on a GEMM has a tiling on purpose, since for so little work the heuristic takes the smallest, and is left
+    out of an epilogue that does nothing but a map of its accumulator.  Hosted, one kernel is enough for all.
+    """
+    if subject.name in CORE:
+        return []
+    turn, cases = turn_of(subject.name), []
+    for i, (m, n, k) in enumerate(FEW_EXTENTS):
+        if i and subject.on_gemm and _is_map(source(subject.name)):
+            break
+        tiling = (turn + subject.backward) % len(TILINGS) if i and subject.on_gemm else None
+        dtype = DTYPES[(turn + i * subject.on_gemm) % 2]
+        layout = MATRIX_LAYOUTS[:3][(turn + i) % 3] if subject.on_gemm else "row"
+        vector = VECTOR_LAYOUTS[(turn + i) % len(VECTOR_LAYOUTS)]
+        cases.append(Case(subject, dtype, m, fitted(subject.name, n), k, tile=layout, vector=vector, tiling=tiling))
+    return cases
+
+
+def _is_map(epilogue: Epilogue) -> bool:
+    return len(epilogue.params) == 1 and len(epilogue.stores) == len(epilogue.outputs)
 
 
 def near_limit(subject: Subject) -> list[Case]:
@@ -208,7 +290,7 @@ def near_limit(subject: Subject) -> list[Case]:
 
 def tilings(subject: Subject) -> list[Case]:
     """Every tiling that a GEMM may have, on fewer tiles than multiprocessors and on several for each."""
-    extents = ((1000, 520, 40), (3000, 4104, 1000)) if subject.on_gemm else ()
+    extents = ((1000, 520, 40), (3000, 4104, 1000)) if subject.on_gemm and subject.name in CORE else ()
     return [
         Case(subject, "bf16", *extent, vector_dtype="same", tiling=tiling)
         for tiling, extent in itertools.product(range(len(TILINGS)), extents)
@@ -227,8 +309,9 @@ def huge(subject: Subject) -> list[Case]:
     return [Case(subject, "bf16", 70000, 32768, 64)] if subject.name in ("swiglu", "residual_rms") else []
 
 
-GROUPS = {
+GROUPS: dict[str, Callable[[Subject], list[Case]]] = {
     "ragged": ragged,
+    "library": library,
     "sweep": sweep,
     "empty": empty,
     "near limit": near_limit,

@@ -7,12 +7,18 @@ is what the storage dtype costs.  An output passes where
     |got - truth| <= 1.05 * |rounded - truth|        for a 16-bit output      (2-norms over the whole tensor)
     |got - truth| <= 1e-5 * |truth|                  for an f32 output
 
-Two things that no kernel can do better are allowed for, where an output would fail without:
+An index is judged by the value that stands at it (`ir.attained`), which is an f32 output; any other integer must be
+equal.
+
+Three things that no kernel can do better are allowed for, where an output would fail without:
 
 - Tensor cores truncate the accumulator at each step, so that it shrinks by about K * 2^-30, cuBLAS's too (there is a
   test of that).  What a shrinkage by K * 2^-29 does to an output is added.
 - A sum of few elements may cancel by chance.  It is measured against the size it would have if its terms had random
   signs, where that is larger.
+- Arithmetic in f32 is not exact, and some programs enlarge what it loses: a difference of nearly equal values, an
+  angle of many turns, a comparison or a `cast` that falls the other way.  What a relative change of 2^-20 of every
+  value does to an output is added, the largest of 8 random changes for each element.
 
 Beside the error, each case checks shape, dtype and contiguity, that every element was written (outputs and partials
 are NaN before), that nothing outside them was, that no input changed, and that a second run gives the same bits.
@@ -30,18 +36,24 @@ from gpu_cases import Case, derived, source
 from torch import Tensor
 
 from codalang.ir import reference
-from codalang.ir.epilogue import Epilogue, Node, Output, Param, Reduce
-from codalang.ir.types import Kind, ValueType
+from codalang.ir.attained import attained, is_index
+from codalang.ir.epilogue import Epilogue, Node, Output, Param, Reduce, with_values
+from codalang.ir.infer import infer
+from codalang.ir.reference import TORCH_DTYPES
+from codalang.ir.types import Dtype, Kind, ValueType
 from codalang.lower import plan
 from codalang.lower.spec import KernelSpec, Operand, loaded_params
 
-TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 ROUNDING_ALLOWANCE = 1.05
 F32_ALLOWANCE = 1e-5
 # Below this a 16-bit output is exact up to the f32 arithmetic before its rounding, and a ratio means nothing.
 EXACT = 1e-6
 # Relative loss of the accumulator per element of K, with a factor of 2 to spare.
 TRUNCATION = 2.0**-29
+# The relative change of every value whose effect is allowed for, and how many random ones are tried: a comparison that
+# f32 decides otherwise is decided otherwise by half of them.
+NOISE = 2.0**-20
+DRAWS = 8
 # The reference runs on blocks of rows of at most this many elements, so that f64 copies stay small.
 BLOCK_ELEMENTS = 2**28
 GUARD = 512
@@ -58,7 +70,12 @@ class Backend(Protocol):
         """On the accumulator a @ b.T."""
 
     def hosted(
-        self, e: Epilogue, inputs: Mapping[str, Tensor], *, extents: tuple[int, int] | None = None
+        self,
+        e: Epilogue,
+        inputs: Mapping[str, Tensor],
+        *,
+        extents: tuple[int, int] | None = None,
+        default_dtype: torch.dtype | None = None,
     ) -> dict[str, Tensor]:
         """On plain tensors."""
 
@@ -85,9 +102,14 @@ class Finding:
 # --- memory layouts ---------------------------------------------------------------------------------------------------
 
 
+def poison(dtype: torch.dtype) -> float:
+    """What fills memory that must be written, or must not be read."""
+    return torch.nan if dtype.is_floating_point else 1 if dtype is torch.bool else -(2**30)
+
+
 def _placed(values: Tensor, shape: tuple[int, ...], view: Callable[[Tensor], Tensor]) -> Tensor:
-    """`values` written into a view of a fresh NaN buffer."""
-    buffer = torch.full(shape, torch.nan, dtype=values.dtype, device=values.device)
+    """`values` written into a view of a fresh poisoned buffer."""
+    buffer = torch.full(shape, poison(values.dtype), dtype=values.dtype, device=values.device)
     view(buffer).copy_(values)
     return view(buffer)
 
@@ -141,21 +163,29 @@ def shape_of(type: ValueType, m: int, n: int) -> tuple[int, ...]:
 
 
 def make_inputs(case: Case, device: str, *, contents: bool = True) -> Inputs:
-    """Random inputs of a case: unit variance times the case's magnitude for the accumulator and tiles.
+    """Random inputs of a case: unit variance times the case's magnitude for the accumulator and tiles; rows, cols and
+    scalars stand around 1, as scales and variances do; indices are those of columns, or just no column.
 
     A backward is given the outputs and saves of a forward run, rounded as the kernel stores them, and random
     cotangents.  Without `contents` the tensors are uninitialized: enough to see which kernel they need.
     """
-    generator = torch.Generator(device).manual_seed(hash((case.m, case.n, case.k)) % 2**31)
+    generator = torch.Generator(device).manual_seed(hash((case.m, case.n, case.k)) % 2**31) if contents else None
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device) if contents else torch.empty(shape, device=device)
 
     def value(param: Param) -> Tensor:
         tile = param.type.kind is Kind.TILE
-        dtype = case.dtype if tile or case.vector_dtype == "same" else case.vector_dtype
-        scaled = normal(*shape_of(param.type, case.m, case.n)) * (case.magnitude if tile else 1.0)
-        return scaled.to(TORCH_DTYPES[dtype])
+        shape = shape_of(param.type, case.m, case.n)
+        if param.type.dtype is Dtype.BOOL:
+            return normal(*shape) > 0
+        if param.type.dtype is Dtype.I32:
+            drawn = torch.empty(shape, device=device)
+            drawn = drawn.uniform_(-1, max(case.n, 1), generator=generator).floor_() if contents else drawn
+            return drawn.to(TORCH_DTYPES[param.dtype])
+        dtype = param.dtype or (case.dtype if tile or case.vector_dtype == "same" else case.vector_dtype)
+        drawn = normal(*shape)
+        return (drawn * case.magnitude if tile else 1 + drawn / 4).to(TORCH_DTYPES[dtype])
 
     subject, epilogue = case.subject, case.subject.epilogue
     values = {p.name: value(p) for p in (source(subject.name) if contents else epilogue).params}
@@ -190,16 +220,26 @@ def _forward_results(case: Case, values: Mapping[str, Tensor]) -> dict[str, Tens
     return {o.name: _merge(o, rounded[o.name]) for o in forward.outputs}
 
 
+def adds_up(output: Output) -> bool:
+    """True where the results of blocks of rows are simply put together: side by side, or added."""
+    return output.type.kind.has_rows or (isinstance(output, Reduce) and output.how == "sum")
+
+
 # --- truth ------------------------------------------------------------------------------------------------------------
 
 
 def storage_dtype(output: Output, dtype: str) -> torch.dtype:
     """The dtype in which a kernel keeps an output where A has `dtype`."""
-    return TORCH_DTYPES[output.dtype or ("f32" if isinstance(output, Reduce) else dtype)]
+    return reference.Storage(TORCH_DTYPES[dtype]).of(output)
 
 
 def _blocks(case: Case) -> list[slice]:
-    """Ranges of rows small enough for the reference; one, empty or not, at the least."""
+    """Ranges of rows small enough for the reference; one, empty or not, at the least, or where the results of several
+    do not add up."""
+    epilogue = case.subject.epilogue
+    indexed = any(node.op == "row_index" for node in epilogue.nodes)
+    if indexed or not all(adds_up(o) for o in (*epilogue.outputs, *derived(case.subject.name).forward.outputs)):
+        return [slice(0, case.m)]
     step = max(1, BLOCK_ELEMENTS // max(1, case.n))
     return [slice(start, min(start + step, case.m)) for start in range(0, max(case.m, 1), step)]
 
@@ -210,6 +250,8 @@ def _rows(type: ValueType, tensor: Tensor, rows: slice) -> Tensor:
 
 def _merge(output: Output, blocks: list[Tensor]) -> Tensor:
     """One result from those of the blocks: rows side by side, sums over rows added."""
+    if len(blocks) == 1:
+        return blocks[0]
     return torch.cat(blocks) if output.type.kind.has_rows else torch.stack(blocks).sum(0)
 
 
@@ -226,11 +268,17 @@ def _reference_blocks(
 ) -> Iterator[tuple[slice, Results]]:
     """Per block of rows: the reference's results in f64, of an accumulator that is smaller by the factor `shrink`."""
     for rows in _blocks(case):
-        block = {name: _rows(epilogue.param(name).type, t, rows) for name, t in inputs.named.items()}
-        if inputs.a is not None and inputs.b is not None:
-            block[epilogue.params[0].name] = (inputs.a[rows].double() @ inputs.b.double().t()) * (1 - shrink)
         extents = (rows.stop - rows.start, case.n)
-        yield rows, _evaluate(epilogue, block, extents)
+        yield rows, _evaluate(epilogue, _accumulated(case, inputs, rows, shrink), extents)
+
+
+def _accumulated(case: Case, inputs: Inputs, rows: slice, shrink: float = 0.0) -> dict[str, Tensor]:
+    """All parameters by name, of some rows, the accumulator among them in f64."""
+    epilogue = case.subject.epilogue
+    block = {name: _rows(epilogue.param(name).type, t, rows) for name, t in inputs.named.items()}
+    if inputs.a is not None and inputs.b is not None:
+        block[epilogue.params[0].name] = (inputs.a[rows].double() @ inputs.b.double().t()) * (1 - shrink)
+    return block
 
 
 # --- the check --------------------------------------------------------------------------------------------------------
@@ -240,7 +288,8 @@ def run_case(case: Case, inputs: Inputs, backend: Backend) -> Results:
     """One run on the backend."""
     epilogue = case.subject.epilogue
     if inputs.a is None or inputs.b is None:
-        return backend.hosted(epilogue, inputs.named, extents=(case.m, case.n))
+        dtype = TORCH_DTYPES[case.dtype]
+        return backend.hosted(epilogue, inputs.named, extents=(case.m, case.n), default_dtype=dtype)
     if case.tiling is None:
         return backend.gemm(epilogue, inputs.a, inputs.b, inputs.named)
     return backend.gemm(epilogue, inputs.a, inputs.b, inputs.named, config=_configuration(case, inputs))
@@ -294,7 +343,7 @@ def _form_fault(case: Case, output: Output, first: Tensor, second: Tensor) -> st
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     return torch.equal(x.view(integer), y.view(integer))
 
 
@@ -302,10 +351,11 @@ def _errors(case: Case, inputs: Inputs, got: Mapping[str, Tensor]) -> dict[str, 
     """Per output: its relative error, the error allowed, and a fault where infinities or NaNs are not where they
     must be."""
     epilogue = case.subject.epilogue
-    outputs = {o.name: o for o in epilogue.outputs if o.name in got}
+    outputs = {o.name: o for o in epilogue.outputs if o.name in got and o.type.dtype is Dtype.F32}
     squares = {name: torch.zeros(3, dtype=torch.float64) for name in outputs}
     faults: dict[str, str | None] = dict.fromkeys(outputs)
     sums: dict[str, Tensor] = {}
+    results = _integer_errors(case, inputs, got)
     for rows, truth in _reference_blocks(case, inputs, epilogue):
         for name, output in outputs.items():
             if output.type.kind.has_rows:
@@ -314,15 +364,45 @@ def _errors(case: Case, inputs: Inputs, got: Mapping[str, Tensor]) -> dict[str, 
                 sums[name] = sums[name] + truth[name] if name in sums else truth[name]
     for name, total in sums.items():
         faults[name] = _accumulate(squares[name], got[name], total)
-    results = {}
     for name, output in outputs.items():
         error, allowed = _relative(squares[name], storage_dtype(output, case.dtype))
+        size = float(squares[name][2].sqrt()) or 1.0
         if error > allowed:
-            size = float(squares[name][2].sqrt()) or 1.0
-            if isinstance(output, Reduce):
+            if isinstance(output, Reduce) and output.how == "sum":
                 allowed *= max(1.0, _random_sign_size(case, inputs, output) / size)
             allowed += _truncation_effect(case, inputs, output) / size
+        if error > allowed:
+            allowed += _noise_effect(case, inputs, output) / size
         results[name] = (error, allowed, faults[name])
+    return results
+
+
+def _integer_errors(
+    case: Case, inputs: Inputs, got: Mapping[str, Tensor]
+) -> dict[str, tuple[float, float, str | None]]:
+    """The same of integer outputs."""
+    epilogue = case.subject.epilogue
+    outputs = [o for o in epilogue.states if o.name in got and o.type.dtype is not Dtype.F32]
+    results: dict[str, tuple[float, float, str | None]] = {}
+    if not outputs:
+        return results
+    ((_, truth),) = _reference_blocks(case, inputs, epilogue)
+    for output in outputs:
+        name = output.name
+        wrong = int((got[name] != truth[name]).sum())
+        if not wrong or not is_index(output):
+            results[name] = (0.0, 0.0, f"{wrong} of {got[name].numel()} integers are wrong" if wrong else None)
+            continue
+        given, extents = _accumulated(case, inputs, slice(0, case.m)), (case.m, case.n)
+        there, wanted = (attained(epilogue, output, given, results_, extents=extents) for results_ in (got, truth))
+        squares = torch.zeros(3, dtype=torch.float64)
+        fault = _accumulate(squares, there, wanted)
+        error, allowed = float(squares[0].sqrt()), F32_ALLOWANCE * float(squares[2].sqrt())
+        if error > allowed:
+            value = Reduce(name, output.value, attrs.evolve(output.type, dtype=Dtype.F32), "max")
+            allowed += _truncation_effect(case, inputs, value) + _noise_effect(case, inputs, value)
+        size = float(squares[2].sqrt()) or 1.0
+        results[name] = (error / size, allowed / size, fault)
     return results
 
 
@@ -349,6 +429,48 @@ def _random_sign_size(case: Case, inputs: Inputs, output: Reduce) -> float:
     )
     blocks = _reference_blocks(case, inputs, squared)
     return sum(float(squares[output.name].sum()) for _, squares in blocks) ** 0.5
+
+
+def _noise_effect(case: Case, inputs: Inputs, output: Output) -> float:
+    """The 2-norm of what small relative changes of every value may change in an output, beside rounding."""
+    epilogue = attrs.evolve(case.subject.epilogue, outputs=(output,))
+    rows, extents = slice(0, case.m), (case.m, case.n)
+    given = _accumulated(case, inputs, rows)
+    noisy = with_noise(epilogue, exact=not case.subject.on_gemm)
+    generator = torch.Generator(next(iter(given.values())).device).manual_seed(0)
+    truth = _evaluate(epilogue, given, extents)[output.name]
+    most = torch.zeros_like(truth)
+    for _ in range(DRAWS):
+        noise = {}
+        for param in noisy.params[len(epilogue.params) :]:
+            shape = shape_of(param.type, *extents)
+            drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float64)
+            noise[param.name] = 1 + NOISE * drawn
+        change = _evaluate(noisy, given | noise, extents)[output.name] - truth
+        most = torch.maximum(most, change.abs().nan_to_num(0.0, 0.0, 0.0))
+    return float(most.norm())
+
+
+def with_noise(epilogue: Epilogue, exact: bool) -> Epilogue:
+    """The epilogue with each float value that it computes multiplied by a further parameter, and its accumulator, too,
+    unless that is `exact`."""
+    nodes: list[Node] = []
+    params = list(epilogue.params)
+    place: list[int] = []
+    for node in epilogue.nodes:
+        nodes.append(attrs.evolve(node, args=tuple(place[a] for a in node.args)))
+        place.append(len(nodes) - 1)
+        loaded = node.op == "param" and (exact or node.attr != epilogue.params[0].name)
+        if node.type.dtype is not Dtype.F32 or node.op == "const" or loaded:
+            continue
+        name = f"noise {len(place)}"  # no name that a program may have
+        params.append(Param(name, node.type))
+        nodes.append(Node("param", (), node.type, name))
+        type_ = infer("mul", [node.type, node.type], epilogue.dims)
+        nodes.append(Node("mul", (len(nodes) - 2, len(nodes) - 1), type_))
+        place[-1] = len(nodes) - 1
+    outputs = tuple(with_values(o, tuple(place[v] for v in o.values)) for o in epilogue.outputs)
+    return attrs.evolve(epilogue, params=tuple(params), nodes=tuple(nodes), outputs=outputs)
 
 
 def _accumulate(squares: Tensor, got: Tensor, truth: Tensor) -> str | None:
@@ -385,7 +507,7 @@ def _relative(squares: Tensor, dtype: torch.dtype) -> tuple[float, float]:
 
 @attrs.frozen
 class Allocation:
-    """A NaN buffer of which a kernel was given the middle."""
+    """A poisoned buffer of which a kernel was given the middle."""
 
     buffer: Tensor
     size: int
@@ -393,12 +515,13 @@ class Allocation:
     def fault(self) -> str | None:
         """What was written into the guard bands, or None."""
         bands = torch.cat((self.buffer[:GUARD], self.buffer[GUARD + self.size :]))
-        return None if bool(bands.isnan().all()) else "a buffer was written past its ends"
+        kept = bands.isnan() if bands.is_floating_point() else bands == poison(bands.dtype)
+        return None if bool(kept.all()) else "a buffer was written past its ends"
 
 
 @contextlib.contextmanager
 def poisoned(module: object | None) -> Iterator[list[Allocation]]:
-    """Make `module.empty` give NaN-filled tensors between guard bands; yields what was allocated.
+    """Make `module.empty` give poisoned tensors between guard bands; yields what was allocated.
 
     GUARD elements are a multiple of 512 bytes for every dtype, so that alignment stays what torch gives.
     """
@@ -410,7 +533,7 @@ def poisoned(module: object | None) -> Iterator[list[Allocation]]:
 
     def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         size = int(torch.Size(shape).numel())
-        buffer = torch.full((size + 2 * GUARD,), torch.nan, dtype=dtype, device=device)
+        buffer = torch.full((size + 2 * GUARD,), poison(dtype), dtype=dtype, device=device)
         allocations.append(Allocation(buffer, size))
         return buffer[GUARD : GUARD + size].view(shape)
 
