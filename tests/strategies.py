@@ -24,6 +24,7 @@ import attrs
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from user_states import POSITIVE_INPUTS
 
 from codalang.ir.bind import granularity
 from codalang.ir.build import EpilogueBuilder
@@ -375,13 +376,14 @@ def _state_inputs(
         return [value, draft.made("row_index") if type.kind is Kind.ROW else _columns(draft, width)]
     if definition is ONLINE_LOGSUMEXP or definition is WELFORD:
         return [draft.scaled(value, LARGE)]
-    operands = [draft.scaled(value, LARGE)]
+    positive = definition.inputs[0][0] in POSITIVE_INPUTS
+    operands = [draft.positive(value) if positive else draft.scaled(value, LARGE)]
     for name, dtype in definition.inputs[1:]:
         widths = {t.width for t in (type, *(v.type for v in operands)) if t.width is not None}
         other = draft.operand(dtype, functools.partial(_fits, None, widths=widths, last=False))
         if other is None:
             return None
-        operands.append(draft.positive(other) if name == "weight" else other)
+        operands.append(draft.positive(other) if name in POSITIVE_INPUTS else other)
     return operands
 
 

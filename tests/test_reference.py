@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from oracles import assert_within
 from strategies import epilogues, extents, fitted, inputs_for
 from torch import Tensor
-from user_states import ALL_STATES, USER_STATES
+from user_states import ALL_STATES, POSITIVE_INPUTS, USER_STATES
 
 from codalang.errors import CodaCallError
 from codalang.ir.build import EpilogueBuilder
@@ -318,7 +318,9 @@ def _elements(definition: StateDef, count: int, seed: int) -> list[Tensor]:
             elements.append(torch.randperm(4 * count, generator=generator)[:count].int())
         else:
             value = 4 * torch.rand(count, dtype=F64, generator=generator) - 2
-            elements.append(value > 0 if dtype is Dtype.BOOL else value.abs() + 0.25 if name == "weight" else value)
+            elements.append(
+                value > 0 if dtype is Dtype.BOOL else value.abs() + 0.25 if name in POSITIVE_INPUTS else value
+            )
     return elements
 
 

@@ -8,16 +8,19 @@ from codalang.ir.types import Dtype
 
 F, N, B = Dtype.F32, Dtype.I32, Dtype.BOOL
 
+# Inputs that stay away from zero: a norm has a kink there, and weights are positive.
+POSITIVE_INPUTS = ("size", "weight")
+
 # The 4-norm.  Its derivative is by the result.
 NORM4 = define(
     "norm4",
-    (("x", F),),
+    (("size", F),),
     (("s", F, 0.0),),
     (("norm", F),),
-    update=lambda s, x: (s + x * x * x * x,),
+    update=lambda s, size: (s + size * size * size * size,),
     merge=lambda a_s, b_s: (a_s + b_s,),
     finalize=lambda s: (apply("sqrt", apply("sqrt", s)),),
-    vjp=lambda x, norm, d_norm: (d_norm * (x * x * x) / (norm * norm * norm),),
+    vjp=lambda size, norm, d_norm: (d_norm * (size * size * size) / (norm * norm * norm),),
 )
 
 # A mean with weights, both of which have a derivative.

@@ -226,8 +226,8 @@ def _saving(node: Node, dtype: str | None) -> Kept:
 
 
 def _exact(graph: Graph, epilogue: Epilogue, values: Collection[int], hosted: bool) -> tuple[set[int], set[int]]:
-    """What is kept exactly where it is kept: some values and what they are computed from, up to where the program itself
-    rounds; and those places, which are loaded, unless what was rounded there can be made again without the accumulator.
+    """What is kept exactly where it is kept: some values and what they are computed from, up to where the program
+    itself rounds; and those places, which are loaded, unless they can be made again without the accumulator.
     """
     accumulator = [] if hosted else [i for i, n in enumerate(graph.nodes) if _is_accumulator(n, epilogue)]
     accumulated = _reachable(graph, accumulator)
