@@ -34,6 +34,7 @@ _FOREIGN_WORDS = {
     "for": "there are no loops: an expression means every element at once",
     "while": "there are no loops: an expression means every element at once",
     "def": "write `fn name(x) = expression`",
+    "from": 'write `import name` or `import "file.coda"`',
     "var": "write `let name = expression`",
     "const": "write `let name = expression`",
 }
@@ -48,7 +49,7 @@ _FOREIGN_CHARACTERS = {
     "|": "write `or`",
     "?": "`where(condition, a, b)` chooses between two values",
     ".": "a value has no attributes",
-    "'": "there are no strings",
+    "'": "a path is written in double quotes; there are no other strings",
     '"': "the quote is not closed; only `import` takes a string",
     "\u2212": "write `-`",
     "\u2013": "write `-`",
@@ -243,6 +244,11 @@ def _in_parameters(s: _Situation) -> bool:
     return "EPILOGUE" in types and "LPAR" in types and "LBRACE" not in types
 
 
+def _follows(s: _Situation, *types: str) -> bool:
+    """Are these the last tokens of the rules that are not complete?"""
+    return tuple(t.type for t in s.open[-len(types) :]) == types
+
+
 def _wants_operand(s: _Situation) -> bool:
     return {"NAME", "NUMBER", "LPAR"} <= s.accepts
 
@@ -278,8 +284,52 @@ _RULES: tuple[tuple[Callable[[_Situation], bool], Callable[[_Situation], CodaErr
         lambda s: _at_statement(s) and s.token.type == "IMPORT",
         _syntax_error("`import` stands outside of { }", "imports come first, on lines of their own"),
     ),
+    *(
+        (
+            lambda s, types=types, token=token: s.token.type == token and _follows(s, *types),
+            _syntax_error(message, hint),
+        )
+        for token, types, message, hint in (
+            ("_COMMA", ("LET", "NAME"), "a `let` names one value", "`let (a, b) = ...` names several results"),
+            ("_COMMA", ("STATE", "NAME"), "this names one result", "`state (a, b): col[M] = ...` names several"),
+            ("LPAR", ("REDUCE",), "a reduction has one result", "`state (value, index): ...` names several"),
+            ("LPAR", ("SAVE",), "expected a name, got `(`", "write `save x` or `save x, y`"),
+            ("LPAR", ("RECOMPUTE",), "expected a name, got `(`", "write `recompute x` or `recompute x, y`"),
+            ("_COMMA", ("RETURN",), "one value is returned here", "several stand in parentheses: `return (a, b)`"),
+            (
+                "_COMMA",
+                ("NAME", "NAME", "EQUAL", "LPAR"),
+                "expected `)`, got `,`",
+                "a clause names its results in parentheses: `finalize (y, z) = (..., ...)`",
+            ),
+            (
+                "_COMMA",
+                ("EQUAL", "LPAR"),
+                "several values in parentheses are no value",
+                "name each by a `let` of its own; a function may return several",
+            ),
+            ("_COMMA", ("IMPORT", "NAME"), "one file is imported here", "each import has a line of its own"),
+            ("_COMMA", ("IMPORT", "STRING"), "one file is imported here", "each import has a line of its own"),
+        )
+    ),
     (
-        lambda s: s.token.type == "LPAR" and s.accepts == {"EQUAL", "_COLON"} and s.open[-2].type == "STATE",
+        lambda s: s.token.type in OPERATORS and (_follows(s, "SAVE", "NAME") or _follows(s, "RECOMPUTE", "NAME")),
+        _syntax_error("only a value with a name is saved or recomputed", "name it by a `let`"),
+    ),
+    (
+        lambda s: s.token.type == "EQUAL" and s.accepts == {"LBRACE", "LPAR", "NAME"},
+        _syntax_error("this clause has another form", "write `update { ... return (m, s) }`, and `merge` like it"),
+    ),
+    (
+        lambda s: s.token.type == "LBRACE" and s.accepts == {"EQUAL", "_COLON"},
+        _syntax_error("what is carried ends before this line", "it ends without a comma: `carry m = -inf, s = 0`"),
+    ),
+    (
+        lambda s: s.token.type == "LSQB" and any(t.type == "STATE" for t in s.open) and not _at_statement(s),
+        _syntax_error("the inputs of a state have no shape", "one element at a time is folded: leave it out"),
+    ),
+    (
+        lambda s: s.token.type == "LPAR" and s.accepts == {"EQUAL", "_COLON"} and _follows(s, "STATE", "NAME"),
         _syntax_error(
             "a state is defined outside of epilogues",
             "inside, `state s: col[M] = online_logsumexp(x)` folds values with one",

@@ -115,7 +115,9 @@ class _Elaborator:
             raise CodaTypeError(
                 f"unknown shape `{shorten(word.text)}`",
                 self._loc(word.span),
-                hint=suggestion(word.text, names)
+                hint="a parameter declares a shape, then a dtype: `scalar: i32`"
+                if word.text in PARAM_DTYPES
+                else suggestion(word.text, names)
                 or f"there are {', '.join(_EXAMPLES[k].format('M', 'N') for k in Kind)}",
             )
         kind = Kind(word.text)

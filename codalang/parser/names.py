@@ -369,7 +369,8 @@ class _Names:
                 hint=f"write `let {shown} = ...` and store that",
             )
         if name.text in BUILTINS or name.text in self.file.names(syntax.Function):
-            return CodaNameError(f"`{shown}` is a function", loc, hint=f"call it: `{shown}(...)`")
+            arguments = "" if BUILTINS.get(name.text) == 0 else "..."
+            return CodaNameError(f"`{shown}` is a function", loc, hint=f"call it: `{shown}({arguments})`")
         if name.text in scope.dims:
             return CodaNameError(
                 f"`{shown}` is a dimension, not a value", loc, hint="pass what is needed of it as a `scalar` parameter"
@@ -430,6 +431,8 @@ class _Names:
         shown = shorten(name)
         if name in _ADVICE:
             return CodaNameError(f"`{name}` cannot be used inside an expression", loc, hint=_ADVICE[name])
+        if name in STORAGE_DTYPES:
+            return CodaNameError(f"`{name}` is a dtype, not a function", loc, hint=f"`cast(x, {name})` rounds a value")
         if scope is not None and name in scope.values:
             notes = ((self.file.locate(scope.values[name]), "defined here"),)
             return CodaNameError(f"`{shown}` is a value, not a function", loc, notes=notes)
