@@ -45,7 +45,7 @@ def derive(
     Args:
         epilogue: the forward.
         wrt: parameters whose gradient is wanted (default: all); nothing else is computed.
-        cotangents: outputs whose cotangent is present (default: all); that of the others is zero.
+        cotangents: outputs whose cotangent is present (default: all); others are zero, and indices have none.
         share: parameters whose gradients are equal, and of equal annotated dtype, share one output.
         hosted: the accumulator is a plain tensor that can be loaded again, not the result of a matmul.
         kept: what the backward may load beside cotangents, where the forward has run already ("param" and "output");
@@ -335,7 +335,7 @@ def _finals(
             continue
         stored = [o for o in epilogue.states if (transform_of(o, indices), o.result) == (transform, index)]
         stored = [o for o in stored if kept is None or Load("output", o.name) in kept]
-        exact = [o for o in stored if kept is not None or o.dtype in EXACT]
+        exact = [o for o in stored if o.dtype in EXACT] or (stored if kept is not None else [])
         dtype = "i32" if result.type.dtype is Dtype.I32 else None
         if exact:
             finals.append(_Final(result, Load("output", exact[0].name), exact[0].dtype or dtype))
