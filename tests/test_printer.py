@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import epilogues
 
-from codalang.ir.build import EpilogueBuilder, function_of
+from codalang.ir.build import EpilogueBuilder, canonical, function_of
 from codalang.ir.builtin_states import WELFORD
 from codalang.ir.epilogue import Epilogue, Keep
 from codalang.ir.ops import OPS
@@ -150,6 +150,21 @@ def test_states_of_one_name_get_names_of_their_own() -> None:
         "state welford_2",
     ]
     assert "state s3: col[M] = welford(x)\n" in text
+
+
+def test_a_module_prints_each_of_its_states() -> None:
+    text = print_state(MASS) + "\n" + print_state(MASS).replace("state mass(", "state same(")
+    text += "\n" + print_state(attrs.evolve(MASS, name="welford"))
+    text += "\nepilogue e(x: tile[M, N]) {\n    state s: col[M] = same(x, true)\n}\n"
+    module = parse(text)
+    e = module.epilogues["e"]
+    foreign = attrs.evolve(
+        e, name="f", outputs=(attrs.evolve(e.outputs[0], values=e.outputs[0].values[:1], definition=WELFORD),)
+    )
+    module.epilogues["f"] = canonical(foreign)
+    again = parse(print_module(module))
+    assert again.epilogues == module.epilogues
+    assert again.states == module.states | {"welford_2": WELFORD}
 
 
 def test_results_of_a_transform_are_one_statement_where_they_stand_together() -> None:

@@ -194,7 +194,7 @@ def test_constants_fold_to_what_torch_computes(op: str) -> None:
 
 def test_masks_fold() -> None:
     text = (
-        "epilogue e(x: tile[M, N]) {\n    store y: tile[M, N] = where(true and not false or false, float(true), 2) * x\n"
+        "epilogue e(x: tile[M, N]) {\n    store y: tile[M, N] = where(true and not false, float(true), 2) * x\n"
         "    store z: tile[M, N] = x + where(false, 2, float(false))\n}\n"
     )
     e = simplified(parse(text).epilogues["e"])

@@ -7,7 +7,7 @@ gives the same text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from codalang.ir.builtin_states import BUILTIN_STATES
 from codalang.ir.epilogue import Epilogue, Output, Param, Reduce, State, Store
@@ -25,12 +25,12 @@ LINE_WIDTH = 110
 
 def print_module(module: Module) -> str:
     """All states and epilogues of a module as .coda text; its `fn`s are inlined already."""
-    return _print(list(module.states.values()), list(module.epilogues.values()))
+    return _print(module.states, list(module.epilogues.values()))
 
 
 def print_epilogue(epilogue: Epilogue) -> str:
     """One epilogue as .coda text that ends with a newline.  The epilogue must pass `verify`."""
-    return _print([], [epilogue])
+    return _print({}, [epilogue])
 
 
 def print_state(definition: StateDef) -> str:
@@ -38,24 +38,20 @@ def print_state(definition: StateDef) -> str:
     return "\n".join([*_state_lines(definition, definition.name), ""])
 
 
-def _print(states: list[StateDef], epilogues: list[Epilogue]) -> str:
-    used = [s.definition for e in epilogues for s in e.states]
-    names = _state_names([*states, *used], {e.name for e in epilogues})
-    own = set(states)
-    texts = [
-        "\n".join([*_state_lines(d, name), ""])
-        for d, name in names.items()
-        if d in own or BUILTIN_STATES.get(name) != d
-    ]
+def _print(states: Mapping[str, StateDef], epilogues: Sequence[Epilogue]) -> str:
+    """The states, further ones that the epilogues use, and the epilogues, in one namespace."""
+    taken = {e.name for e in epilogues}
+    used = dict.fromkeys(s.definition for e in epilogues for s in e.states)
+    known = {d: d.name for d in used if BUILTIN_STATES.get(d.name) == d and d.name not in taken | states.keys()}
+    namer = Namer(taken | set(known.values()))
+    printed = {namer.fresh(name): definition for name, definition in states.items()}
+    names = known | {definition: name for name, definition in reversed(printed.items())}
+    for definition in used:
+        if definition not in names:
+            names[definition] = namer.fresh(definition.name)
+            printed[names[definition]] = definition
+    texts = ["\n".join([*_state_lines(definition, name), ""]) for name, definition in printed.items()]
     return "\n".join([*texts, *(_Printer(e, names).print() for e in epilogues)])
-
-
-def _state_names(definitions: Iterable[StateDef], taken: set[str]) -> dict[StateDef, str]:
-    """A name for each of the definitions, equal ones once.  Built-in ones keep theirs."""
-    different = list(dict.fromkeys(definitions))
-    names = {d: d.name for d in different if BUILTIN_STATES.get(d.name) == d and d.name not in taken}
-    namer = Namer(taken | set(names.values()))
-    return {d: names[d] if d in names else namer.fresh(d.name) for d in different}
 
 
 # States
