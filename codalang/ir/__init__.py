@@ -2,12 +2,13 @@
 
 types      shape kinds, widths, dtypes
 ops        the one table of operations
-epilogue   Epilogue, Param, Node, Store, Reduce
+epilogue   Epilogue, Param, Node, Store, Reduce, State, Keep
 infer      the type of an op's result
 build      EpilogueBuilder, canonical order
-verify     checks any epilogue, however it was made
+verify     checks any epilogue, however it was made; verify_nodes, verify_state
 simplify   folding, common subexpressions, dead code
-printer    IR -> valid .coda text
+printer    IR -> valid .coda text; graph_text: values and their names
+module     what one source file defines and imports
 states     StateDef, Function: stateful transforms
 builtin_states  those that every program knows
 reference  runs an epilogue with torch: whole, tile by tile, in f32, f64 or rounding mode
