@@ -107,7 +107,8 @@ class Case:
     """One run: see the module's docstring.
 
     `magnitude` scales the accumulator and every tile input; `tiling` is an index of `plan.TILINGS`, None for the
-    heuristic's choice.
+    heuristic's choice; `tame` inputs are those that random programs are written for: numbers in [-2, 2], indices in
+    [-2, 9].
     """
 
     subject: Subject
@@ -122,6 +123,7 @@ class Case:
     vector_dtype: str = "f32"
     magnitude: float = 1.0
     tiling: int | None = None
+    tame: bool = False
 
     def __str__(self) -> str:
         layouts = f"a={self.a}, b={self.b}, " if self.subject.on_gemm else ""
@@ -145,10 +147,14 @@ def source(name: str) -> Epilogue:
     return _added[name] if name in _added else SOURCES[name]
 
 
-@cache
 def derived(name: str) -> Derivative:
     """The forward with its saves, and the backward with respect to every parameter."""
-    return derive(source(name))
+    return _derived(source(name))
+
+
+@cache
+def _derived(epilogue: Epilogue) -> Derivative:
+    return derive(epilogue)
 
 
 def subjects(names: Sequence[str] = tuple(SOURCES)) -> list[Subject]:
@@ -157,7 +163,6 @@ def subjects(names: Sequence[str] = tuple(SOURCES)) -> list[Subject]:
     return [subject for subject in every if not lacking(subject)]
 
 
-@cache
 def lacking(subject: Subject) -> str | None:
     """Why there is no kernel for a subject, or None.  That a backward has nothing to compute is one reason."""
     epilogue = subject.epilogue

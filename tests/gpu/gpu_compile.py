@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+import attrs
 import gpu_checks
 from gpu_cases import Case
 
 from codalang.lower import run
-from codalang.lower.load import library
+from codalang.lower.load import CodaSlowKernelWarning, library
 from codalang.lower.spec import KernelSpec
 
 
@@ -43,6 +46,36 @@ def kernels(cases: Iterable[Case], device: str = "cuda") -> list[KernelSpec]:
         for case in cases:
             gpu_checks.run_case(case, gpu_checks.make_inputs(case, device, contents=False), run)
     return list(specs)
+
+
+@attrs.frozen
+class Compiled:
+    """How a kernel's compilation went: `remarks` are warnings (of spills, say), `error` what failed."""
+
+    seconds: float
+    remarks: tuple[str, ...] = ()
+    error: str | None = None
+
+
+def compile_one(spec: KernelSpec) -> Compiled:
+    """Bring a kernel into the disk cache; an error is told, not raised.  A kernel that is there gives no remarks."""
+    begin = time.perf_counter()
+    error = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            library(spec)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    remarks = [str(w.message) for w in caught if issubclass(w.category, CodaSlowKernelWarning)]
+    return Compiled(time.perf_counter() - begin, tuple(remarks), error)
+
+
+def compile_each(specs: Iterable[KernelSpec], processes: int | None = None) -> dict[KernelSpec, Compiled]:
+    """Compile kernels in parallel processes."""
+    specs = list(specs)
+    with ProcessPoolExecutor(processes or os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        return dict(zip(specs, pool.map(compile_one, specs), strict=True))
 
 
 def compile_all(specs: Iterable[KernelSpec], processes: int | None = None) -> None:
