@@ -424,8 +424,8 @@ def _backward(graph: Graph, epilogue: Epilogue, outputs: Sequence[Output], input
     live = canonical(Epilogue(f"{epilogue.name}_backward", epilogue.dims, (), tuple(nodes), tuple(outputs)))
     used = {node.attr for node in live.nodes if node.op == "param"}
     params = [i.param for i in inputs if i.param.name in used]
-    # The first tile is what a hosting matmul computes.
-    accumulator = next((p for p in params if p.type.kind is Kind.TILE), None)
+    # The first tile of floats is what a hosting matmul computes.
+    accumulator = next((p for p in params if p.type.kind is Kind.TILE and p.type.dtype is Dtype.F32), None)
     params.sort(key=lambda p: p is not accumulator)
     return canonical(attrs.evolve(live, params=tuple(params), nodes=_constants_first(live)))
 
