@@ -396,3 +396,31 @@ def test_explain_of_an_epilogue_without_a_gradient(tmp_path: Path, capsys: pytes
     path.write_text("epilogue still(acc: tile[M, N]) { store y: tile[M, N] = stop_gradient(acc) }\n")
     assert main(["explain", str(path)]) == 0
     assert "no backward: every gradient is zero" in capsys.readouterr().out
+
+
+# ---- derivatives that compute nothing --------------------------------------------------------------------------------
+
+FLAT = (
+    "epilogue f(acc: tile[M, N]) {\n    store y: tile[M, N] = 1.0\n}\n",
+    "epilogue f(acc: tile[M, N]) {\n    store y: tile[M, N] = where(acc > 0, 1, 0)\n}\n",
+    "epilogue f(acc: tile[M, N]) {\n    store y: tile[M, N] = stop_gradient(acc)\n}\n",
+    "epilogue f(acc: tile[M, N]) {\n    state (_, at): col[M] = argmax(acc, col_index())\n}\n",
+)
+NOTHING = "# `f_backward` computes nothing: every gradient is zero\n"
+
+
+@pytest.mark.parametrize("program", FLAT)
+def test_a_derivative_of_zeros_is_a_comment(run, file, program):
+    path = file(program)
+    for command in (["grad"], ["emit", "--stage", "backward"]):
+        assert run(*command, path) == (0, NOTHING, "")
+        code, out, _ = run(*command, path, "--json")
+        assert code == 0 and NOTHING in (json.loads(out).get("derivatives") or json.loads(out)["stages"])[0].values()
+    assert run("check", "-", stdin=NOTHING)[0] == 0
+    code, out, _ = run("emit", path, "--backward")
+    assert code == 0 and "f_backward" not in out
+
+
+@pytest.mark.parametrize("option", ["--wrt", "--cotangents"])
+def test_a_derivative_for_nothing_is_a_comment(run, option):
+    assert run("grad", "swiglu", option, "") == (0, NOTHING.replace("f_", "swiglu_"), "")

@@ -905,3 +905,12 @@ def test_opcheck():
     opcheck(
         torch.ops.codalang.execute.default, arguments, test_utils="test_faketensor"
     )  # torch cannot check a schema with dtypes
+
+
+def test_a_backward_that_computes_nothing():
+    """All gradients are zero: it can be shown, called and pickled like any other."""
+    f = codalang.load("epilogue f(acc: tile[M, N], r: col[M]) { store y: tile[M, N] = stop_gradient(acc) }").f
+    backward = f.backward
+    assert "f_backward" in repr(backward) and backward.source.startswith("# `f_backward` computes nothing")
+    assert len(backward.hosted()) == 0
+    assert pickle.loads(pickle.dumps(backward)).source == backward.source

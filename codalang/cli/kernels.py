@@ -82,10 +82,10 @@ def _specs(epilogue: Epilogue, options: argparse.Namespace) -> list[KernelSpec]:
     if not options.backward:
         return [forward_spec(simplify(epilogue), options.dtype, ROWS, COLUMNS, DEPTH)]
     derivative = derived(epilogue)
-    return [
-        forward_spec(derivative.forward, options.dtype, ROWS, COLUMNS, DEPTH),
-        backward_spec(derivative, options.dtype),
-    ]
+    forward = forward_spec(derivative.forward, options.dtype, ROWS, COLUMNS, DEPTH)
+    if not derivative.backward.outputs:  # every gradient is zero: there is no kernel
+        return [forward]
+    return [forward, backward_spec(derivative, options.dtype)]
 
 
 def _ptx(spec: KernelSpec) -> str:

@@ -29,7 +29,8 @@ def print_module(module: Module) -> str:
 
 
 def print_epilogue(epilogue: Epilogue) -> str:
-    """One epilogue as .coda text that ends with a newline.  The epilogue must pass `verify`."""
+    """One epilogue as .coda text that ends with a newline; a comment where it has no outputs.  Any other must pass
+    `verify`."""
     return _print({}, [epilogue])
 
 
@@ -51,7 +52,13 @@ def _print(states: Mapping[str, StateDef], epilogues: Sequence[Epilogue]) -> str
             names[definition] = namer.fresh(definition.name)
             printed[names[definition]] = definition
     texts = ["\n".join([*_state_lines(definition, name), ""]) for name, definition in printed.items()]
-    return "\n".join([*texts, *(_Printer(e, names).print() for e in epilogues)])
+    return "\n".join([*texts, *(_Printer(e, names).print() if e.outputs else _nothing(e) for e in epilogues)])
+
+
+def _nothing(epilogue: Epilogue) -> str:
+    """What stands for an epilogue without outputs, which is no program: a derivative where no gradient is wanted that
+    is not zero."""
+    return f"# `{epilogue.name}` computes nothing: every gradient is zero\n"
 
 
 # States
