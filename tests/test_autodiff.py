@@ -348,7 +348,9 @@ def test_second_derivative(epilogue: Epilogue, size: tuple[int, int], seed: int)
     expected = _double_autograd(epilogue, first, inputs, cotangents, weights, size)
     for key, value in expected.items():
         nothing = torch.zeros_like(value)
-        assert_within(found.get(key, nothing), value, scale.get(key, nothing), RELATIVE, " ".join(key))
+        # A difference that a first derivative multiplies by may be all rounding: of values that are of the order of 1.
+        bound = scale.get(key, nothing) + 1e-3 if key in found else nothing
+        assert_within(found.get(key, nothing), value, bound, RELATIVE, " ".join(key))
 
 
 # ---- low precision ---------------------------------------------------------------------------------------------------
