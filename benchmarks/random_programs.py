@@ -162,12 +162,13 @@ class Row:
     @property
     def verdict(self) -> str:
         """In a word."""
-        return "WRONG" if self.faults else "; ".join(self.remarks) or "ok"
+        slow = f"ok, {len(self.remarks)} slow kernels" if self.remarks else "ok"
+        return "WRONG" if self.faults else slow
 
 
-def checked(program: Program, compiled: Sequence[gpu_compile.Compiled], device: str, runs: bool) -> Row:
+def checked(program: Program, compiled: dict[KernelSpec, gpu_compile.Compiled], device: str, runs: bool) -> Row:
     """Run a program's cases, unless its kernels did not compile."""
-    faults = [c.error for c in compiled if c.error]
+    faults = [f"{described(spec)}: {c.error}" for spec, c in compiled.items() if c.error]
     worst = 0.0
     if runs and not faults:
         findings = [f for case in program.cases for f in judged(case, device)]
@@ -181,9 +182,19 @@ def checked(program: Program, compiled: Sequence[gpu_compile.Compiled], device: 
         len(program.cases),
         worst,
         tuple(faults),
-        tuple(remark for c in compiled for remark in c.remarks),
+        tuple(f"{described(spec)}: {remark.split(';')[0]}" for spec, c in compiled.items() for remark in c.remarks),
         print_epilogue(program.epilogue),
     )
+
+
+def described(spec: KernelSpec) -> str:
+    """A kernel in a few words."""
+    if spec.merge is not None:
+        return f"the merge of {spec.epilogue.outputs[spec.merge].name}"
+    if spec.config is None:
+        return f"{spec.epilogue.name} hosted, {'aligned' if spec.aligned else 'not aligned'}"
+    schedule = "ping-pong" if spec.config.ping_pong else "cooperative"
+    return f"{spec.epilogue.name} on {spec.operand.dtype} GEMM, {spec.config.tile[0]}x{spec.config.tile[1]} {schedule}"
 
 
 def judged(case: gpu_cases.Case, device: str) -> list[gpu_checks.Finding]:
@@ -207,7 +218,7 @@ def judged(case: gpu_cases.Case, device: str) -> list[gpu_checks.Finding]:
 @contextlib.contextmanager
 def _on(device: str) -> Iterator[None]:
     """On the CPU, kernels are emulated."""
-    with emulation.emulated() if device == "cpu" else contextlib.nullcontext():
+    with emulation.emulated(torch.float32) if device == "cpu" else contextlib.nullcontext():
         yield
 
 
@@ -250,9 +261,10 @@ def check_programs(
     rows = []
     with _on(device):
         for program in programs:
-            say(f"checking {program.name}")  # the last line of a run that hangs
-            row = checked(program, [compiled[s] for s in needed[program.name]], device, runs)
+            say(f"checking {program.name}")  # the last line, should it hang
+            row = checked(program, {s: compiled[s] for s in needed[program.name]}, device, runs)
             rows.append(row)
+            say(f"    {row.verdict}, worst {row.worst:.3f}")
     return rows
 
 
@@ -300,6 +312,9 @@ def report(rows: Sequence[Row], seed: int, out: Path | None) -> None:
         if row.faults:
             print(f"\n{row.name} (--seed {seed} --only {row.name.rsplit('_', 1)[1]})\n{row.source}")
             print("\n".join(f"FAILED {fault}" for fault in row.faults[:5]), flush=True)
+    for row in rows:
+        for remark in row.remarks:
+            print(f"SLOW {row.name}: {remark}")
     wrong, spilled = (sum(bool(x) for x in column) for column in ([r.faults for r in rows], [r.remarks for r in rows]))
     kernels, cases = (sum(column) for column in ([r.kernels for r in rows], [r.cases for r in rows]))
     worst = max([0.0, *(r.worst for r in rows)])

@@ -1,7 +1,7 @@
 """Kernels on the CPU: what stands in for a compiled function where there is no GPU.
 
 Computes as the real one does: tile by tile, one partial per tile and carried value, into the buffers that it is given,
-and merges partials in a kernel of its own.  Values are those of the reference, in f64.
+and merges partials in a kernel of its own.  Values are those of the reference, in f64 or f32.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from codalang.lower.spec import KernelSpec, base_width, folds, loaded_params
 
 
 @contextlib.contextmanager
-def emulated() -> Iterator[list[KernelSpec]]:
-    """`lower.run` runs on the CPU, and its buffers are poisoned; yields the kernels that were asked for."""
+def emulated(dtype: torch.dtype = torch.float64) -> Iterator[list[KernelSpec]]:
+    """`lower.run` runs on the CPU, computing in `dtype`, its buffers poisoned; yields the kernels that were asked for."""
     specs: list[KernelSpec] = []
 
     def function(spec: KernelSpec) -> Callable[..., None]:
         specs.append(spec)
         kernel = _main if spec.merge is None else _merge
-        return lambda *arguments: kernel(spec, *arguments)
+        return lambda *arguments: kernel(spec, dtype, *arguments)
 
     originals = run.function, run.empty, run._sms
     run.function, run.empty, run._sms = function, poisoned, lambda device: 132
@@ -47,7 +47,7 @@ def poisoned(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
     return torch.full(shape, torch.nan if dtype.is_floating_point else -(2**30), dtype=dtype, device=device)
 
 
-def _main(spec: KernelSpec, *arguments: object) -> None:
+def _main(spec: KernelSpec, compute: torch.dtype, *arguments: object) -> None:
     """The kernel of a spec: (a, b, inputs, outputs, clusters) on a GEMM, (inputs, outputs, m, n) hosted."""
     epilogue, base = spec.epilogue, base_width(spec.epilogue)
     given = {}
@@ -69,7 +69,7 @@ def _main(spec: KernelSpec, *arguments: object) -> None:
         given[param.name] = _loaded(tensor, dtype, param.type)
     used = tuple(p for p in epilogue.params if p.name in given)
     extents = (m, int(n / base))
-    call = bind(attrs.evolve(epilogue, params=used), given, torch.float64, extents)
+    call = bind(attrs.evolve(epilogue, params=used), given, compute, extents)
     step = int(tile[1] / base)
     for i, row in enumerate(range(0, m, tile[0])):
         for j, column in enumerate(range(0, extents[1], step)):
@@ -129,11 +129,11 @@ def _one_tile(epilogue, call: Call, outputs, tile: tuple[int, int], rows: range,
                 section(part, group[0].type, group[0].type.width).copy_(value)
 
 
-def _merge(spec: KernelSpec, partials: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+def _merge(spec: KernelSpec, compute: torch.dtype, partials: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
     """The kernel that merges the partials of one transform: [parts, length] of each carried value."""
     state = folds(spec.epilogue)[spec.merge][0]
     assert isinstance(state, State)
-    definition, context = state.definition, Context()
+    definition, context = state.definition, Context(compute)
     wide = [p.to(context.torch_dtype(dtype)) for p, (_, dtype) in zip(partials, definition.carried, strict=True)]
     carried = merged(definition, wide, 0, context)
     results = evaluate_function(definition.finalize, carried, context)
