@@ -914,3 +914,37 @@ def test_a_backward_that_computes_nothing():
     assert "f_backward" in repr(backward) and backward.source.startswith("# `f_backward` computes nothing")
     assert len(backward.hosted()) == 0
     assert pickle.loads(pickle.dumps(backward)).source == backward.source
+
+
+@pytest.mark.parametrize(
+    "extents", [(3, -2), (-1, 3), (3, "a"), (3, 2.5), 3, (5, 10**30), (5, 10**5000), (5, True), (5,), "ab", {5: 1}, ()]
+)
+def test_extents_are_two_sizes(extents):
+    f = codalang.load("epilogue f(r: col[M]) { store y: tile[M, N] = r * r }").f
+    with pytest.raises(CodaCallError, match="two integers") as caught:
+        f.hosted(torch.ones(5), extents=extents)
+    assert caught.value.argument == "extents" and len(str(caught.value)) < 300
+    assert f.hosted(torch.ones(5), extents=[5, 2]).shape == (5, 2)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(5, 0), (0, 4), (0, 0), (5, 4)])
+def test_stored_vectors_have_gradients_where_the_other_axis_is_empty(rows, columns):
+    """Of the first two orders, beside outputs that have no elements."""
+    f = codalang.load(
+        "epilogue f(acc: tile[M, N], r: col[M], g: row[N], s: scalar) {\n    store y: tile[M, N] = acc * r * g\n"
+        "    store c: col[M] = exp(r) * s\n    store w: row[N] = g * g * g * s\n    store z: scalar = s * s * s\n"
+        "    reduce total: col[M] = sum(acc * r)\n}\n"
+    ).f
+    shapes = ((rows, columns), (rows,), (columns,), ())
+    mine = [torch.rand(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+    def plain(acc, r, g, s):
+        return acc * r[:, None] * g, r.exp() * s, g**3 * s, s**3, (acc * r[:, None]).sum(1)
+
+    found = []
+    for outputs in (f.hosted(*mine), plain(*mine)):
+        loss = sum(o.sum() for o in outputs)
+        first = torch.autograd.grad(loss, mine, create_graph=True)
+        found.append([*first, *torch.autograd.grad(sum(g.sum() for g in first[1:]), mine[1:], materialize_grads=True)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)

@@ -191,12 +191,38 @@ class Tape:
         return torch.zeros(self._shapes[slot], dtype=self.dtypes[slot], device=self._device)
 
     def step(self, needs: Flags, present: Flags) -> Step:
-        """The backward that wants these arguments' gradients from these outputs' cotangents."""
+        """The backward that wants these arguments' gradients from these outputs' cotangents.
+
+        A backward adds the cotangent of a stored vector where col_index() (or row_index()) is 0.  Where there is no such
+        place, because the other axis is empty, one is made: nothing else than such vectors has a derivative then, and
+        what they are computed of has no part in that axis either.
+        """
+        lasting = tuple([there and self._outlasts(i) for i, there in enumerate(present)]) if self._empty else present
+        present = lasting if True in lasting else present
         key = (needs, present)
         step = self._steps.get(key)
         if step is None:
             step = self._steps[key] = Step(self, needs, present)
         return step
+
+    def extents_for(self, present: Flags) -> tuple[Extent, Extent]:
+        """The extents of the backward from these outputs' cotangents: see `step`."""
+        rows, columns = self.plan.rows, self.plan.columns
+        if self._empty and all(self._outlasts(i) for i, there in enumerate(present) if there):
+            return rows or 1, columns or 1
+        return rows, columns
+
+    @property
+    def _empty(self) -> bool:
+        """No rows, or no columns.  An extent that is a symbol is not 0."""
+        return any(isinstance(e, int) and e == 0 for e in (self.plan.rows, self.plan.columns))
+
+    def _outlasts(self, index: int) -> bool:
+        """Is an output a stored vector that has no empty axis?"""
+        output = self.operator.epilogue.outputs[index]
+        kind = output.type.kind
+        along = [(kind.has_rows, self.plan.rows), (kind.has_columns, self.plan.columns)]
+        return isinstance(output, Store) and all(extent for has, extent in along if has)
 
     def derivative(self, needs: Flags, present: Flags) -> Derivative:
         """A derivative whose backward loads nothing but what was kept."""
@@ -248,7 +274,8 @@ class Step:
         self._plan = None
         if self._computed:
             hosted = Operator(backward, on_gemm=False)
-            self._plan = Plan(hosted, plan.rows, plan.columns, plan.compute, plan.default, self._dtypes())
+            extents = tape.extents_for(present)
+            self._plan = Plan(hosted, *extents, plan.compute, plan.default, self._dtypes())
 
     def _dtypes(self) -> dict[str, torch.dtype]:
         """Each result's dtype: that of the argument whose gradient it is; where arguments of several dtypes share it,

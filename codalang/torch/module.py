@@ -34,7 +34,7 @@ from codalang.ir.simplify import simplify
 from codalang.torch import opaque
 from codalang.torch.autograd import Operator, Plan, invoke
 from codalang.torch.execute import is_autocast_on
-from codalang.torch.signature import Binding, Extent, Signature, Value, bind, check, key
+from codalang.torch.signature import Binding, Extent, Signature, Value, bind, check, extents_of, key
 
 # More shapes than this are not remembered at once: a training run with a new sequence length in every step.
 _REMEMBERED_CALLS = 1024
@@ -63,6 +63,8 @@ class Hosting:
     def call_bound(self, values: list[Any], extents: tuple[Extent, Extent] | None = None) -> Sequence[Tensor]:
         """The outputs, for values in the order of the signature."""
         _refuse_transforms(values)
+        if extents is not None:
+            extents = extents_of(self.signature, extents)
         if self.signature.on_gemm and torch._C._is_any_autocast_enabled():
             _autocast(values)
         binding, plan = self._plan(values, extents)

@@ -188,6 +188,27 @@ def bind(signature: Signature, args: Sequence[object], named: Mapping[str, objec
     return slots
 
 
+def extents_of(signature: Signature, given: object) -> tuple[Extent, Extent]:
+    """The `extents` of a call as (M, N).  Raises CodaCallError where they are not two extents that a tensor can have."""
+    m, n = signature.epilogue.dims
+    is_pair = isinstance(given, tuple | list) and len(given) == 2
+    if is_pair and all(isinstance(e, torch.SymInt) or (_is_integer(e) and e >= 0) for e in given):
+        return given[0], given[1]
+    raise CodaCallError(
+        f"extents of `{signature.show()}` must be ({m}, {n}), two integers from 0 to 2**31 - 1, got {_shortened(given)}",
+        argument="extents",
+    )
+
+
+def _shortened(value: object) -> str:
+    """A value as Python writes it, where that is short."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return type(value).__name__
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def key(values: Sequence[object]) -> tuple[object, ...]:
     """All that `check` looks at.  Numbers differ only in that they are numbers."""
     return tuple([(v.shape, v.dtype, v.device, v.layout) if isinstance(v, Tensor) else _number_key(v) for v in values])
