@@ -26,7 +26,7 @@ from codalang.lower.spec import KernelSpec, base_width, folds, loaded_params
 
 @contextlib.contextmanager
 def emulated(dtype: torch.dtype = torch.float64) -> Iterator[list[KernelSpec]]:
-    """`lower.run` runs on the CPU, computing in `dtype`, its buffers poisoned; yields the kernels that were asked for."""
+    """`lower.run` runs on the CPU in `dtype`, its buffers poisoned; yields the kernels that were asked for."""
     specs: list[KernelSpec] = []
 
     def function(spec: KernelSpec) -> Callable[..., None]:
