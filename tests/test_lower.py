@@ -397,3 +397,9 @@ def test_a_slow_kernel_is_told_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load._say_what_is_slow(spec, Report(168, 0, None))
+
+
+def test_groups_that_do_not_fit_are_named() -> None:
+    text = "epilogue wide(acc: tile[M, N]) { store y: tile[M, N] = acc * group_sum(acc * acc, 1024) }"
+    with pytest.raises(CodaUnsupportedError, match="groups of 1024 columns"):
+        plan.choose(spec_of(parse(text).epilogues["wide"], Operand("bf16", "k", "k")), 4096, 4096, 4096)

@@ -79,12 +79,25 @@ def choose(spec: KernelSpec, m: int, n: int, k: int) -> Config:
     """
     fitting = [(tiling, config) for tiling in TILINGS for config in _configurations(spec, tiling)]
     if not fitting:
-        raise CodaUnsupportedError(
-            f"`{spec.epilogue.name}` loads and stores too many tiles at once for the shared memory of one SM",
-            spec.epilogue.loc,
-            hint="store fewer tiles, or narrower ones, per epilogue",
-        )
+        raise _too_large(spec.epilogue)
     return min(fitting, key=lambda pair: _cycles(spec, pair[0], pair[1], m, n, k))[1]
+
+
+def _too_large(epilogue: Epilogue) -> CodaUnsupportedError:
+    """Why no configuration fits: its groups are evaluated whole, or it moves too much at once."""
+    columns = unit(epilogue)
+    if columns > SLABS[0][0]:
+        return CodaUnsupportedError(
+            f"`{epilogue.name}` combines groups of {columns} columns, which a thread block must hold at once with all "
+            "tiles that it loads and stores; that is more than the registers and shared memory of one SM",
+            epilogue.loc,
+            hint="groups of up to 128 columns leave room for two or three tiles; reduce over wider ones with `reduce`",
+        )
+    return CodaUnsupportedError(
+        f"`{epilogue.name}` loads and stores too many tiles at once for the shared memory of one SM",
+        epilogue.loc,
+        hint="store fewer tiles, or narrower ones, per epilogue",
+    )
 
 
 def _cycles(spec: KernelSpec, tiling: Tiling, config: Config, m: int, n: int, k: int) -> float:
