@@ -117,8 +117,8 @@ def relative_width(epilogue: Epilogue, item: Param | Output) -> Fraction:
             f"`{item.name}` is {relative} times as wide as the accumulator of `{epilogue.name}`; kernels cover 1/2, 1 "
             "and 2",
             item.loc,
-            hint="kernels hold a half, whole or double share of columns beside the accumulator's; an epilogue, or a derived "
-            "backward, that mixes N/2 with 2*N runs on the reference",
+            hint="kernels hold half, as many or twice as many columns beside the accumulator's; an epilogue, or a "
+            "derived backward, that mixes N/2 with 2*N runs on the reference",
         )
     return relative
 
