@@ -948,3 +948,43 @@ def test_stored_vectors_have_gradients_where_the_other_axis_is_empty(rows, colum
         found.append([*first, *torch.autograd.grad(sum(g.sum() for g in first[1:]), mine[1:], materialize_grads=True)])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("cap", [10**400, -(10**400), 10**5000], ids=["large", "negative", "huge"])
+def test_a_number_that_is_no_float_is_refused(cap):
+    with pytest.raises(CodaCallError, match="a number, got the int") as caught:
+        codalang.load("softcap").softcap(torch.ones(3, 4), torch.ones(5, 4), cap)
+    assert caught.value.argument == "cap" and len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize("name", [0, None, slice(1)])
+def test_epilogues_are_asked_for_by_name(name):
+    with pytest.raises(CodaCallError, match="by its name, a str, got .*; it defines swiglu"):
+        codalang.load("swiglu")[name]
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused(layout):
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=layout)
+    f = codalang.load("softcap").softcap
+    for call, argument in ((lambda: f(nested, torch.ones(5, 4), 1.0), "a"), (lambda: f.hosted(nested, 1.0), "acc")):
+        with pytest.raises(CodaCallError, match="got a nested tensor") as caught:
+            call()
+        assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize("name", ["amax", "lambda"])
+def test_several_results_can_be_pickled(name):
+    text = (
+        f"epilogue {name}(acc: tile[M, N]) {{\n    store class: tile[M, N] = acc\n    reduce m: col[M] = max(acc)\n}}\n"
+    )
+    results = codalang.load(text)[name](torch.rand(3, 4), torch.rand(5, 4))
+    for again in (pickle.loads(pickle.dumps(results)), copy.deepcopy(results)):
+        assert type(again) is type(results) and again.m.equal(results.m) and again[0].equal(results[0])
+
+
+def test_results_are_read_in_another_process():
+    results = codalang.load("residual_rms").residual_rms.hosted(torch.ones(2, 4), torch.ones(2, 4), torch.ones(4))
+    command = "import pickle, sys; print(pickle.load(sys.stdin.buffer)._fields)"
+    done = subprocess.run([sys.executable, "-c", command], input=pickle.dumps(results), capture_output=True, cwd=ROOT)
+    assert done.stdout.decode().strip() == str(results._fields), done.stderr.decode()

@@ -193,9 +193,9 @@ class Tape:
     def step(self, needs: Flags, present: Flags) -> Step:
         """The backward that wants these arguments' gradients from these outputs' cotangents.
 
-        A backward adds the cotangent of a stored vector where col_index() (or row_index()) is 0.  Where there is no such
-        place, because the other axis is empty, one is made: nothing else than such vectors has a derivative then, and
-        what they are computed of has no part in that axis either.
+        A backward adds the cotangent of a stored vector where col_index() (or row_index()) is 0.  Where there is no
+        such place, because the other axis is empty, one is made: nothing else than such vectors has a derivative then,
+        and what they are computed of has no part in that axis either.
         """
         lasting = tuple([there and self._outlasts(i) for i, there in enumerate(present)]) if self._empty else present
         present = lasting if True in lasting else present

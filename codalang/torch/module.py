@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import keyword
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from codalang.autodiff import Derivative, derive
-from codalang.errors import CodaError, CodaNameError, CodaUnsupportedError, Source
+from codalang.errors import CodaCallError, CodaError, CodaNameError, CodaUnsupportedError, Source
 from codalang.ir import module as ir
 from codalang.ir.epilogue import Epilogue
 from codalang.ir.printer import print_epilogue, print_module
@@ -84,7 +85,10 @@ class Hosting:
     def _plan(self, values: list[Any], extents: tuple[Extent, Extent] | None) -> tuple[Binding, Plan]:
         if opaque.is_traced():  # sizes may be symbols, which are no keys
             return self._make_plan(values, extents)
-        seen = (key(values), extents)
+        try:
+            seen = (key(values), extents)
+        except RuntimeError:  # a tensor without a shape: `check` says which
+            return self._make_plan(values, extents)
         found = self._plans.get(seen)
         if found is None:
             if len(self._plans) >= _REMEMBERED_CALLS:
@@ -111,8 +115,21 @@ def _packer(epilogue: Epilogue) -> Callable[[Sequence[Tensor]], Any]:
     names = [o.name for o in epilogue.outputs]
     if len(names) == 1:
         return lambda outputs: outputs[0]
+    return cast(Callable[[Sequence[Tensor]], Any], _results_type(epilogue.name, tuple(names))._make)
+
+
+@functools.cache
+def _results_type(name: str, fields: tuple[str, ...]) -> Any:
+    """The named tuple of an epilogue's results.  It stands in no module, so that its values are pickled by its name and
+    fields."""
     make: Any = collections.namedtuple
-    return cast(Callable[[Sequence[Tensor]], Any], make(epilogue.name, names, rename=True)._make)
+    made = make(f"{name}_" if keyword.iskeyword(name) else name, fields, rename=True)
+    made.__reduce__ = lambda results: (_results, (name, fields, *results))
+    return made
+
+
+def _results(name: str, fields: tuple[str, ...], *values: Tensor) -> Any:
+    return _results_type(name, fields)._make(values)
 
 
 def _autocast(values: list[Any]) -> None:
@@ -236,7 +253,14 @@ class Module:
             ) from None
 
     def __getitem__(self, name: str) -> EpilogueFunction:
-        return self._functions[name] if name in self._functions else self.__getattr__(name)
+        if isinstance(name, str):
+            return self._functions[name] if name in self._functions else self.__getattr__(name)
+        have = ", ".join(self._functions) or "none"
+        raise CodaCallError(
+            f"an epilogue of {self._program.source.name} is asked for by its name, a str, got {type(name).__name__}; "
+            f"it defines {have}",
+            argument="name",
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._functions)

@@ -25,6 +25,7 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
@@ -72,7 +73,12 @@ def _is_integer(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if isinstance(value, int):  # one of hundreds of digits is no float
+        return not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
+    return isinstance(value, numbers.Real)
+
+
+_LARGEST = sys.float_info.max
 
 
 ELEMENTS = {
@@ -189,13 +195,14 @@ def bind(signature: Signature, args: Sequence[object], named: Mapping[str, objec
 
 
 def extents_of(signature: Signature, given: object) -> tuple[Extent, Extent]:
-    """The `extents` of a call as (M, N).  Raises CodaCallError where they are not two extents that a tensor can have."""
+    """The `extents` of a call as (M, N).  Raises CodaCallError where they are no sizes of a tensor."""
     m, n = signature.epilogue.dims
     is_pair = isinstance(given, tuple | list) and len(given) == 2
     if is_pair and all(isinstance(e, torch.SymInt) or (_is_integer(e) and e >= 0) for e in given):
         return given[0], given[1]
     raise CodaCallError(
-        f"extents of `{signature.show()}` must be ({m}, {n}), two integers from 0 to 2**31 - 1, got {_shortened(given)}",
+        f"extents of `{signature.show()}` must be ({m}, {n}), two integers from 0 to 2**31 - 1, "
+        f"got {_shortened(given)}",
         argument="extents",
     )
 
@@ -205,7 +212,7 @@ def _shortened(value: object) -> str:
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits
-        return type(value).__name__
+        return "<thousands of digits>"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -291,9 +298,13 @@ def _check_kind_of_value(signature: Signature, name: str, value: object, param: 
             return
         also = f" or {elements.called}" if is_scalar else ""
         raise CodaCallError(f"{where} must be {wanted}{also}, got {_describe(value)}", loc, argument=name)
-    if value.layout is not torch.strided:
+    if value.is_nested or value.layout is not torch.strided:
+        got = "a nested tensor" if value.is_nested else f"layout {value.layout}"
         raise CodaCallError(
-            f"{where} must be a strided tensor, got layout {value.layout}", loc, argument=name, hint="call .to_dense()"
+            f"{where} must be a strided tensor, got {got}",
+            loc,
+            argument=name,
+            hint="call .to_padded_tensor(0.0)" if value.is_nested else "call .to_dense()",
         )
     declared = TORCH_DTYPES[param.dtype] if param is not None and param.dtype is not None else None
     if declared is not None and value.dtype is not declared:
@@ -315,7 +326,8 @@ def _check_kind_of_value(signature: Signature, name: str, value: object, param: 
 
 
 def _describe(value: object) -> str:
-    return type(value).__name__ if not isinstance(value, bool | int | float) else f"the {type(value).__name__} {value}"
+    called = type(value).__name__
+    return f"the {called} {_shortened(value)}" if isinstance(value, bool | int | float) else called
 
 
 def _common_device(signature: Signature, values: Sequence[object]) -> torch.device:
