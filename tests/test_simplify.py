@@ -126,6 +126,14 @@ def untamed(seed: int) -> Epilogue:
     return b.finish()
 
 
+def folds_inexactly(e: Epilogue) -> bool:
+    """Is some constant folded by an op whose last bits differ from library to library?"""
+    constant: list[bool] = []
+    for node in e.nodes:
+        constant.append(node.op == "const" or (bool(node.args) and all(constant[a] for a in node.args)))
+    return any(c and node.op in INEXACT for c, node in zip(constant, e.nodes, strict=True))
+
+
 def assert_same_values(e: Epilogue, extents: tuple[int, int], seed: int, special: bool) -> None:
     inputs = inputs_for(e, extents, seed)
     if special:  # zeros of both signs, infinities and NaN among the inputs
@@ -139,7 +147,8 @@ def assert_same_values(e: Epilogue, extents: tuple[int, int], seed: int, special
     after = reference.run(simplified(e), inputs, extents=extents)
     assert list(before) == list(after)
     for output in e.outputs:
-        if not same_bits(before[output.name], after[output.name]):
+        close = torch.allclose(before[output.name], after[output.name], rtol=1e-9, atol=1e-12, equal_nan=True)
+        if not same_bits(before[output.name], after[output.name]) and not (close and folds_inexactly(e)):
             alone = canonical(attrs.evolve(e, outputs=(output,)))
             pytest.fail(f"{print_epilogue(alone)}became\n{print_epilogue(simplify(alone))}for {inputs}")
 
