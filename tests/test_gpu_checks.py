@@ -259,3 +259,18 @@ def test_pairwise_covers_every_pair_in_few_rows() -> None:
                 wanted = {(v, w) for v in factors[first] for w in factors[second]}
                 assert {(row[first], row[second]) for row in rows} == wanted
     assert len(rows) < 60  # 240 in the whole product; 30 is the least there can be
+
+
+@pytest.mark.parametrize("name", ["logsumexp", "every_state", "residual_rms"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_kernels_compiled_ahead_are_those_that_run(name: str, backward: bool) -> None:
+    """Uninitialized inputs have the dtypes and layouts of real ones."""
+    case = small(name, backward=backward, on_gemm=False, vector="strided", tile="odd pitch")
+    forms = [
+        {
+            key: (t.dtype, t.shape, t.stride())
+            for key, t in gpu_checks.make_inputs(case, "cpu", contents=c).named.items()
+        }
+        for c in (False, True)
+    ]
+    assert forms[0] == forms[1]

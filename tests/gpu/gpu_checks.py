@@ -193,9 +193,10 @@ def make_inputs(case: Case, device: str, *, contents: bool = True) -> Inputs:
         return (drawn * case.magnitude if tile else 1 + drawn / 4).to(TORCH_DTYPES[dtype])
 
     subject, epilogue = case.subject, case.subject.epilogue
-    values = {p.name: value(p) for p in (source(subject.name) if contents else epilogue).params}
-    if subject.backward and contents:
-        results, loads = _forward_results(case, values), derived(subject.name).loads
+    values = {p.name: value(p) for p in source(subject.name).params}
+    if subject.backward:
+        results = _forward_results(case, values) if contents else _forward_forms(case, device)
+        loads = derived(subject.name).loads
         tables = {"param": values, "output": results, "saved": results}
         values = {
             p.name: value(p)
@@ -225,6 +226,14 @@ def _forward_results(case: Case, values: Mapping[str, Tensor]) -> dict[str, Tens
         for name, result in _evaluate(forward, block, (rows.stop - rows.start, case.n), case.dtype).items():
             rounded.setdefault(name, []).append(result)
     return {o.name: _merge(o, rounded[o.name]) for o in forward.outputs}
+
+
+def _forward_forms(case: Case, device: str) -> dict[str, Tensor]:
+    """The same, uninitialized."""
+    return {
+        o.name: torch.empty(shape_of(o.type, case.m, case.n), dtype=storage_dtype(o, case.dtype), device=device)
+        for o in derived(case.subject.name).forward.outputs
+    }
 
 
 def adds_up(output: Output) -> bool:
