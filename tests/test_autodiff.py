@@ -16,7 +16,7 @@ import attrs
 import golden_cases
 import pytest
 import torch
-from hypothesis import given, note
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from oracles import absolute_contributions, as_leaf, assert_within, autograd, backward_inputs, derived
 from strategies import JUMPS, NOT_SMOOTH, cotangents_for, epilogues, extents, fitted, inputs_for
@@ -362,6 +362,7 @@ EAGER_FACTOR = 4.0
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
 @pytest.mark.parametrize("outlier", [1.0, 100.0, 1000.0])
+@settings(max_examples=max(1, settings.default.max_examples // 4))
 @given(epilogue=epilogues(annotated=False, without=JUMPS), size=extents, seed=seeds)
 def test_rounding_costs_no_more_than_in_eager_mode(
     dtype: torch.dtype, outlier: float, epilogue: Epilogue, size: tuple[int, int], seed: int
