@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 import subprocess
 import sys
@@ -658,6 +659,40 @@ def test_gradients_of_random_programs(epilogue, extents, seed, data):
     scales = oracles.absolute_contributions(epilogue, plain, cotangents, extents)
     for name, gradient in zip(wanted, ours, strict=True):
         oracles.assert_within(gradient.detach(), expected[name], scales[name], 1e-9, name)
+
+
+def _second(outputs, values, cotangents, seed: int) -> list[torch.Tensor]:
+    """The gradient of a random linear function of the gradient."""
+    pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+    zeros = [torch.zeros_like(v) for v in values]
+    if not pairs:
+        return zeros
+    outputs, cotangents = zip(*pairs, strict=True)
+    first = torch.autograd.grad(
+        outputs, values, cotangents, create_graph=True, allow_unused=True, materialize_grads=True
+    )
+    generator = torch.Generator().manual_seed(seed)
+    total = sum((g * torch.rand(g.shape, generator=generator, dtype=g.dtype)).sum() for g in first)
+    if not total.requires_grad:
+        return zeros
+    return list(torch.autograd.grad(total, values, allow_unused=True, materialize_grads=True))
+
+
+@given(epilogues(max_steps=10, annotated=False), extents, st.integers(0, 1000), st.data())
+def test_second_derivatives_of_random_programs(epilogue, extents, seed, data):
+    function = EpilogueFunction(epilogue)
+    inputs = strategies.inputs_for(epilogue, extents, seed)
+    values = [v.requires_grad_() for v in inputs.values()]
+    used = [data.draw(st.booleans(), label=f"{o.name} is used") for o in epilogue.outputs]
+    cotangents = list(itertools.compress(strategies.cotangents_for(epilogue, extents, seed).values(), used))
+    if not values or not cotangents:
+        return
+    ours = itertools.compress(_outputs(function.hosted(**inputs, extents=extents)), used)
+    theirs = itertools.compress(reference.run(epilogue, inputs, extents=extents).values(), used)
+    ours, expected = (_second(outputs, values, cotangents, seed) for outputs in (ours, theirs))
+    scale = max(e.norm().item() for e in expected)
+    for one, two in zip(ours, expected, strict=True):
+        assert (one - two).norm().item() <= 1e-8 * scale
 
 
 def test_third_derivative():
