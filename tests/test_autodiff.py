@@ -22,10 +22,10 @@ from strategies import cotangents_for, epilogues, extents, inputs_for
 from torch import Tensor
 
 from codalang.autodiff import Derivative, Load, derive
+from codalang.autodiff.cut import Kept, choose
 from codalang.autodiff.flow import REDUCTION_RULES
 from codalang.autodiff.graph import Graph
 from codalang.autodiff.rules import RULES
-from codalang.autodiff.save import Kept, choose
 from codalang.errors import CodaCallError, CodaUnsupportedError
 from codalang.ir import reference
 from codalang.ir.build import EpilogueBuilder

@@ -13,16 +13,17 @@ from fractions import Fraction
 
 import attrs
 
-from codalang.autodiff.derivative import Decision, Derivative, Load
+from codalang.autodiff.cut import Kept
+from codalang.autodiff.derivative import Derivative, Load
 from codalang.autodiff.flow import flow_back
-from codalang.autodiff.graph import Expr, Graph, is_tile
+from codalang.autodiff.graph import Expr, Graph
 from codalang.autodiff.names import Names
-from codalang.autodiff.save import Kept, choose, savable, units
-from codalang.errors import CodaCallError, CodaUnsupportedError
+from codalang.autodiff.save import select
+from codalang.errors import CodaCallError
 from codalang.ir.build import canonical
 from codalang.ir.epilogue import Epilogue, Node, Output, Param, Reduce, Store
 from codalang.ir.infer import infer
-from codalang.ir.types import WIDTHS, Kind
+from codalang.ir.types import Kind
 
 
 def derive(
@@ -57,10 +58,7 @@ def derive(
     seeds = {o.name: graph.param(names.cotangents[o.name], o.type) for o in epilogue.outputs if o.name in present}
     found = flow_back(graph, epilogue, indices, wanted, seeds, names)
     outputs, gradients = _outputs(graph, epilogue, names, wanted, found, share)
-    primal = _primal(graph, seeds.values())
-    needed = _needed(graph, primal, [o.value for o in outputs])
-    ways = _ways(graph, epilogue, indices, primal, hosted, kept)
-    loaded = _named(graph, names, _chosen(graph, epilogue, needed, ways, kept))
+    loaded, plan = select(graph, epilogue, indices, seeds.values(), [o.value for o in outputs], names, hosted, kept)
     inputs = _inputs(graph, epilogue, names, loaded)
     backward = _backward(graph, epilogue, outputs, inputs)
     loads = {i.param.name: i.load for i in inputs}
@@ -71,7 +69,7 @@ def derive(
         gradients=gradients,
         cotangents={loads[p.name].name: p.name for p in backward.params if loads[p.name].source == "cotangent"},
         loads={p.name: loads[p.name] for p in backward.params},
-        plan=_plan(graph, indices, needed, loaded),
+        plan=plan,
     )
 
 
@@ -118,118 +116,6 @@ def _output(name: str, param: Param, cotangent: Expr) -> Output:
     assert cotangent.width is not None
     value = float(cotangent.width / summed) * cotangent
     return Reduce(name, value.node, param.type, "sum", param.dtype)
-
-
-# ---- what is kept ---------------------------------------------------------------------------------------------------
-def _primal(graph: Graph, seeds: Collection[int]) -> list[bool]:
-    """For each node: is it a forward value, i.e. does it not depend on a cotangent?"""
-    primal: list[bool] = []
-    for index, node in enumerate(graph.nodes):
-        primal.append(index not in seeds and all(primal[a] for a in node.args))
-    return primal
-
-
-def _needed(graph: Graph, primal: Sequence[bool], roots: Sequence[int]) -> list[int]:
-    """The forward values that the cotangents' part of the graph reads, in order."""
-    needed = {r for r in roots if primal[r]}
-    pending = [r for r in roots if not primal[r]]
-    seen = set(pending)
-    while pending:
-        for arg in graph.nodes[pending.pop()].args:
-            if primal[arg]:
-                needed.add(arg)
-            elif arg not in seen:
-                seen.add(arg)
-                pending.append(arg)
-    return sorted(needed)
-
-
-def _ways(
-    graph: Graph,
-    epilogue: Epilogue,
-    indices: Sequence[int],
-    primal: Sequence[bool],
-    hosted: bool,
-    kept: Collection[Load] | None,
-) -> dict[int, Kept]:
-    """The cheapest way to load each forward value that can be loaded."""
-    stored: dict[int, list[Store]] = {}
-    for store in epilogue.stores:
-        stored.setdefault(indices[store.value], []).append(store)
-    loadable = {p.name: p for p in epilogue.params if hosted or p is not epilogue.accumulator}
-    saving = {width: Kept("saved", None, units(width, None), units(width, None)) for width in WIDTHS}
-    ways: dict[int, Kept] = {}
-    for index, node in enumerate(graph.nodes):
-        if not (primal[index] and savable(node)):
-            continue
-        options = [Kept("output", s.name, units(s.type.width, s.dtype)) for s in stored.get(index, [])]
-        if node.op == "param" and node.attr in loadable:
-            param = loadable[node.attr]
-            options.insert(0, Kept("param", param.name, units(param.type.width, param.dtype)))
-        elif node.type.width is not None:
-            options.append(saving[node.type.width])
-        if kept is not None:
-            options = [o for o in options if o.name is not None and Load(o.how, o.name) in kept]
-        if options:
-            ways[index] = min(options, key=lambda way: way.capacity)
-    return ways
-
-
-def _chosen(
-    graph: Graph,
-    epilogue: Epilogue,
-    needed: Sequence[int],
-    ways: Mapping[int, Kept],
-    kept: Collection[Load] | None,
-) -> dict[int, Kept]:
-    """What to load.  Raises CodaUnsupportedError where that cannot be had from what was kept."""
-    free: list[bool] = []
-    for node in graph.nodes:
-        if node.op == "param":
-            free.append(not is_tile(node) and (kept is None or Load("param", str(node.attr)) in kept))
-        else:
-            free.append(not is_tile(node) and all(free[a] for a in node.args))
-    chosen = choose(graph.nodes, needed, ways, free)
-    if chosen is None:
-        names = ", ".join(f"`{load.name}`" for load in kept or ()) or "nothing"
-        raise CodaUnsupportedError(
-            f"the backward of `{epilogue.name}` needs more of its forward than was kept, which is {names}",
-            epilogue.loc,
-            hint="derive the forward for these gradients, so that it keeps what they need",
-        )
-    return chosen
-
-
-def _named(graph: Graph, names: Names, kept: Mapping[int, Kept]) -> dict[int, Kept]:
-    """The same, with a name for each value that is saved."""
-    return {
-        index: attrs.evolve(k, name=names.fresh(f"saved_{graph.nodes[index].hint or graph.nodes[index].op}"))
-        if k.how == "saved"
-        else k
-        for index, k in kept.items()
-    }
-
-
-def _plan(
-    graph: Graph, indices: Sequence[int], needed: Sequence[int], kept: Mapping[int, Kept]
-) -> tuple[Decision, ...]:
-    """What is loaded, and those of the forward's own values that are recomputed from it."""
-    own = set(indices)
-    tiles = {i for i in needed if is_tile(graph.nodes[i]) and i in own} | set(kept)
-    decisions = []
-    for index in sorted(tiles):
-        way = kept.get(index, Kept("recomputed", None))
-        decisions.append(Decision(_described(graph, index), way.how, way.load, way.store))
-    return tuple(decisions)
-
-
-def _described(graph: Graph, index: int) -> str:
-    """A value's name, or its op and the names of its operands."""
-    node = graph.nodes[index]
-    if node.hint is not None:
-        return node.hint
-    operands = [graph.nodes[a] for a in node.args]
-    return f"{node.op}({', '.join(str(o.hint or (o.op if o.args else o.attr)) for o in operands)})"
 
 
 # ---- the two epilogues ----------------------------------------------------------------------------------------------

@@ -129,7 +129,8 @@ def run(
         storage: rounds the outputs as the kernel does; without it they keep `dtype`.
 
     Returns:
-        The outputs by name in textual order, contiguous: tiles [M, w*N], rows [w*N], cols [M], scalars [].
+        The outputs by name in textual order, contiguous: tiles [M, w*N], rows [w*N], cols [M], scalars [].  One that
+        merely repeats an input may be that input.
 
     Raises:
         CodaCallError: an input is missing, unknown, of the wrong shape, dtype or device, or extents are undetermined.
