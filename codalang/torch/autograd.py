@@ -7,18 +7,15 @@
 The backward is made of the same differentiable calls as the forward, and saved values are (hidden) outputs of the
 forward, so they carry history: derivatives of any order are right, without a rule for any order.
 
-Cotangents may be missing, strided, of stride 0, or shared, and are only read.  For each subset of cotangents and of
-inputs that need a gradient, a backward is derived once and kept.
+Cotangents may be missing, strided, of stride 0, or shared, and are only read.
 
-    Operator    an epilogue and how it is hosted; owns its derivatives
-    Plan        an operator at given extents and dtypes
-    Tape        a plan whose inputs of a given subset require gradients: what the forward keeps
-    Step        a tape's backward for given cotangents and wanted gradients
+    Plan    an operator at given extents and dtypes
+    Tape    a plan whose arguments of a given subset require gradients: a recording at given shapes
+    Step    a tape's backward: a route at given shapes
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,54 +23,13 @@ import attrs
 import torch
 from torch import Tensor
 
-from codalang.autodiff import Derivative, Load, derive
-from codalang.errors import CodaUnsupportedError
-from codalang.ir.build import EpilogueBuilder, canonical
-from codalang.ir.epilogue import Epilogue, Output, Store
+from codalang.ir.build import EpilogueBuilder
+from codalang.ir.epilogue import Epilogue, Output
 from codalang.ir.types import tile
+from codalang.torch.derived import Flags, Operator, Route
 from codalang.torch.execute import Job
 from codalang.torch.opaque import execute, is_traced
-from codalang.torch.signature import Extent, Value, columns_of, output_dtype
-
-Flags = tuple[bool, ...]
-
-
-@attrs.define(eq=False)
-class Operator:
-    """An epilogue, hosted on a GEMM (its first two arguments are A and B) or on plain tensors."""
-
-    epilogue: Epilogue
-    on_gemm: bool
-    _derivatives: dict[tuple[frozenset[str], frozenset[str]], Derivative] = attrs.field(factory=dict, init=False)
-
-    def derivative(self, wrt: frozenset[str], cotangents: frozenset[str]) -> Derivative:
-        """The derivative for gradients of `wrt` from the cotangents of these outputs; derived once."""
-        key = (wrt, cotangents)
-        if key not in self._derivatives:
-            self._derivatives[key] = derive(self.epilogue, wrt=wrt, cotangents=cotangents, hosted=not self.on_gemm)
-        return self._derivatives[key]
-
-    def slot(self, param: str) -> int:
-        """The position of a parameter's value.  Raises KeyError for the accumulator of a GEMM."""
-        return self._slots[param]
-
-    def has_slot(self, param: str) -> bool:
-        """False for the accumulator of a GEMM, which is no argument."""
-        return param in self._slots
-
-    @functools.cached_property
-    def _slots(self) -> dict[str, int]:
-        params = self.epilogue.params
-        return (
-            {p.name: i + 2 for i, p in enumerate(params[1:])}
-            if self.on_gemm
-            else {p.name: i for i, p in enumerate(params)}
-        )
-
-    def wanted(self, needs: Flags) -> frozenset[str]:
-        """The parameters whose gradient is wanted where the values so flagged need theirs."""
-        accumulator = {self.epilogue.params[0].name} if self.on_gemm and (needs[0] or needs[1]) else set()
-        return frozenset(accumulator | {name for name, slot in self._slots.items() if needs[slot]})
+from codalang.torch.signature import Extent, Value, output_dtype
 
 
 @attrs.define(eq=False)
@@ -98,15 +54,14 @@ class Plan:
     _matmuls: dict[tuple[torch.Size, torch.Size, torch.dtype], Plan] = attrs.field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.job = self.job_of(self.operator.epilogue)
+        self.job = self.job_of(self.operator)
 
-    def job_of(self, epilogue: Epilogue) -> Job:
-        """The operator's epilogue, or the one that also saves, as a job."""
-        dtypes = tuple(self.dtype_of(o) for o in epilogue.outputs)
-        return Job(epilogue, self.operator.on_gemm, self.rows, self.columns, self.compute, dtypes)
+    def job_of(self, operator: Operator) -> Job:
+        """The operator, or the one that also saves, as a job."""
+        dtypes = tuple(self._dtype_of(o) for o in operator.epilogue.outputs)
+        return Job(operator.epilogue, operator.on_gemm, self.rows, self.columns, self.compute, dtypes)
 
-    def dtype_of(self, output: Output) -> torch.dtype:
-        """The storage dtype of an output."""
+    def _dtype_of(self, output: Output) -> torch.dtype:
         return self.dtypes.get(output.name) or output_dtype(output, self.default, self.compute)
 
     def tape(self, requires: Flags, values: Sequence[Value]) -> Tape:
@@ -128,35 +83,25 @@ class Plan:
 
 
 class Tape:
-    """What a forward runs and keeps so that any backward of these inputs can be derived.
+    """What a forward runs and keeps.
 
     Attributes:
-        operator: the one that also stores what must be saved; steps are derived from it, and to them a saved value is
-            an output like any other.
-        kept_tensors, kept_numbers: the arguments that are kept, by position.
-        kept_outputs: the outputs that are kept, visible ones or saved ones.
-        visible: how many outputs the caller sees; the rest are the saved ones.
+        job: the forward that saves.
+        visible: how many of its outputs the caller sees.
+        kept_tensors, kept_numbers, kept_outputs: positions of the arguments and outputs that are kept.
+        dtypes: of the arguments.
     """
 
     def __init__(self, plan: Plan, requires: Flags, values: Sequence[Value]) -> None:
-        operator = plan.operator
         self.plan = plan
-        names = frozenset(o.name for o in operator.epilogue.outputs)
-        first = operator.derivative(operator.wanted(requires), names)
-        self._first = first
-        # Where nothing is saved the operator stays: a kernel is found fastest by an epilogue that is the same object.
-        self.operator = Operator(first.forward, operator.on_gemm) if first.saved else operator
-        self.job = plan.job_of(first.forward) if first.saved else plan.job
-        self.outputs = {o.name: i for i, o in enumerate(self.operator.epilogue.outputs)}
-        self.visible = len(operator.epilogue.outputs)
-        self._usual = (requires, tuple(index < self.visible for index in self.outputs.values()))
-        inputs = {operator.slot(load.name) for load in first.loads.values() if load.source == "param"}
-        if operator.on_gemm:
-            inputs |= {other for other, slot in ((1, 0), (0, 1)) if requires[slot]}
-        self.kept_tensors = tuple(sorted(slot for slot in inputs if isinstance(values[slot], Tensor)))
-        self.kept_numbers = tuple(sorted(slot for slot in inputs if not isinstance(values[slot], Tensor)))
-        loaded = {self.outputs[load.name] for load in first.loads.values() if load.source in ("output", "saved")}
-        self.kept_outputs = tuple(sorted(loaded))
+        self._recording = plan.operator.recording(requires)
+        saving = self._recording.operator
+        self.job = plan.job if saving is plan.operator else plan.job_of(saving)
+        self.visible = self._recording.visible
+        inputs = self._recording.inputs
+        self.kept_tensors = tuple(slot for slot in inputs if isinstance(values[slot], Tensor))
+        self.kept_numbers = tuple(slot for slot in inputs if not isinstance(values[slot], Tensor))
+        self.kept_outputs = self._recording.outputs
         self.dtypes = tuple(v.dtype if isinstance(v, Tensor) else plan.compute for v in values)
         self._shapes = tuple(v.shape if isinstance(v, Tensor) else torch.Size() for v in values)
         self._device = next(v.device for v in values if isinstance(v, Tensor))
@@ -166,127 +111,48 @@ class Tape:
         """The gradient of an argument on which nothing depends."""
         return torch.zeros(self._shapes[slot], dtype=self.dtypes[slot], device=self._device)
 
-    def missing(self, index: int) -> Tensor:
-        """The cotangent of an output that nobody used, where it cannot be left out."""
-        output = self.job.epilogue.outputs[index]
-        rows = (self.plan.rows,) if output.type.kind.has_rows else ()
-        shape = rows + columns_of(output.type.width, self.plan.columns)
-        return torch.zeros((), dtype=self.job.dtypes[index], device=self._device).expand(shape)
-
     def step(self, needs: Flags, present: Flags) -> Step:
-        """The backward that wants these arguments' gradients from these outputs' cotangents."""
+        """The backward that gives these arguments' gradients from these outputs' cotangents."""
         key = (needs, present)
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = Step(self, needs, present)
+            step = self._steps[key] = Step(self, self._recording.route(needs, present))
         return step
-
-    def derivative(self, needs: Flags, present: Flags) -> Derivative:
-        """A derivative whose backward loads nothing but what was kept.
-
-        Where leaving cotangents out would make it load something else, none is left out (they are zeros then).
-        """
-        names = tuple(self.outputs)
-        visible = names[: self.visible]
-        if (needs, present) == self._usual:
-            return self._first
-        given = tuple(name for name, there in zip(names, present, strict=True) if there)
-        for cotangents in (given, tuple(dict.fromkeys(visible + given)), names):
-            candidate = self.operator.derivative(self.operator.wanted(needs), frozenset(cotangents))
-            if self._has_all(candidate):
-                return candidate
-        raise CodaUnsupportedError(
-            f"this derivative of `{self.plan.operator.epilogue.name}` needs values that its forward did not keep",
-            self.plan.operator.epilogue.loc,
-            hint="compute the second derivative through codalang.ir.reference.run, which torch differentiates",
-        )
-
-    def _has_all(self, derivative: Derivative) -> bool:
-        if derivative.saved:
-            return False
-        kept = {("param", slot) for slot in self.kept_tensors + self.kept_numbers}
-        kept |= {("output", index) for index in self.kept_outputs}
-        loads = [self.place(load) for load in derivative.loads.values()]
-        return all(place in kept for place in loads if place[0] != "cotangent")
-
-    def place(self, load: Load) -> tuple[str, int]:
-        """Where a backward's parameter comes from: the position of an argument ("param"), or of an output."""
-        if load.source == "param":
-            return "param", self.operator.slot(load.name)
-        return "cotangent" if load.source == "cotangent" else "output", self.outputs[load.name]
 
 
 class Step:
-    """One backward: a hosted call of the derived epilogue, and which of its outputs is whose gradient.
+    """One backward: a route at given shapes and dtypes."""
 
-    Attributes:
-        gradients: position of an argument -> name of the result that is its gradient.
-        d_acc: the result that is the gradient of the matmul, None where that is zero or there is none.
-        zeros: positions of arguments whose gradient is zero.
-    """
-
-    def __init__(self, tape: Tape, needs: Flags, present: Flags) -> None:
-        plan, operator = tape.plan, tape.operator
-        derivative = tape.derivative(needs, present)
-        named = {param: name for param, name in derivative.gradients.items() if name is not None}
-        self.gradients = tuple((operator.slot(p), name) for p, name in named.items() if operator.has_slot(p))
-        self.d_acc = next((name for p, name in named.items() if not operator.has_slot(p)), None)
-        found = {slot for slot, _ in self.gradients} | ({0, 1} if self.d_acc else set())
-        self.zeros = tuple(slot for slot, need in enumerate(needs) if need and slot not in found)
-        # A gradient that is one of the loaded tensors needs no kernel.
-        backward = derivative.backward
-        self._aliases = {o.name: param for o in backward.outputs if (param := _alias(backward, o))}
-        backward = _without(backward, self._aliases)
-        self._loaded = tuple(p.name for p in backward.params)
-        self._computed = tuple(o.name for o in backward.outputs)
-        wanted = {*self._loaded, *self._aliases.values()}
-        self._places = {name: tape.place(load) for name, load in derivative.loads.items() if name in wanted}
-        self._tape = tape
-        self._plan = None
-        if self._computed:
-            hosted = Operator(backward, on_gemm=False)
-            self._plan = Plan(hosted, plan.rows, plan.columns, plan.compute, plan.default, self._dtypes())
-
-    def _dtypes(self) -> dict[str, torch.dtype]:
-        """Each result's dtype: that of the argument whose gradient it is; where arguments of several dtypes share it,
-        one that holds them all, so that each is rounded once."""
-        dtypes: dict[str, torch.dtype] = {}
-        pairs = [(name, self._tape.dtypes[slot]) for slot, name in self.gradients]
-        for name, dtype in pairs + ([(self.d_acc, self._tape.plan.default)] if self.d_acc else []):
-            dtypes[name] = torch.promote_types(dtypes.get(name, dtype), dtype)
-        return dtypes
+    def __init__(self, tape: Tape, route: Route) -> None:
+        self.route = route
+        self._plan: Plan | None = None
+        if route.operator is not None:
+            plan = tape.plan
+            dtypes = _gradient_dtypes(route, tape.dtypes, plan.default)
+            self._plan = Plan(route.operator, plan.rows, plan.columns, plan.compute, plan.default, dtypes)
 
     def run(
         self, cotangents: Sequence[Tensor | None], inputs: dict[int, Any], outputs: dict[int, Tensor]
     ) -> dict[str, Tensor]:
         """The backward's results by name."""
         tables: dict[str, Any] = {"param": inputs, "output": outputs, "cotangent": cotangents}
-        values: dict[str, Any] = {}
-        for name, (source, index) in self._places.items():
-            value = tables[source][index]
-            values[name] = self._tape.missing(index) if value is None else value
-        results: dict[str, Tensor] = {output: values[name] for output, name in self._aliases.items()}
+        values = {name: tables[source][position] for name, (source, position) in self.route.places.items()}
+        results: dict[str, Tensor] = {result: values[name] for result, name in self.route.aliases.items()}
         if self._plan is not None:
-            computed = invoke(self._plan, [values[name] for name in self._loaded])
-            results.update(zip(self._computed, computed, strict=True))
+            computed = invoke(self._plan, [values[name] for name in self.route.loaded])
+            names = (o.name for o in self._plan.operator.epilogue.outputs)
+            results.update(zip(names, computed, strict=True))
         return results
 
 
-def _alias(backward: Epilogue, output: Output) -> str | None:
-    """The parameter that an output merely repeats, or None."""
-    node = backward.nodes[output.value]
-    if node.op == "param" and isinstance(output, Store) and node.type == output.type:
-        return str(node.attr)
-    return None
-
-
-def _without(backward: Epilogue, dropped: dict[str, str]) -> Epilogue:
-    """The epilogue without some outputs, and without the parameters that only they used."""
-    if not dropped:
-        return backward
-    rest = canonical(attrs.evolve(backward, outputs=tuple(o for o in backward.outputs if o.name not in dropped)))
-    used = {node.attr for node in rest.nodes if node.op == "param"}
-    return attrs.evolve(rest, params=tuple(p for p in rest.params if p.name in used))
+def _gradient_dtypes(route: Route, arguments: tuple[torch.dtype, ...], default: torch.dtype) -> dict[str, torch.dtype]:
+    """Each result's dtype: that of the argument whose gradient it is; where arguments of several dtypes share it, one
+    that holds them all, so that each is rounded once."""
+    pairs = [(name, arguments[slot]) for slot, name in route.gradients]
+    dtypes: dict[str, torch.dtype] = {}
+    for name, dtype in pairs + ([(route.d_acc, default)] if route.d_acc else []):
+        dtypes[name] = torch.promote_types(dtypes.get(name, dtype), dtype)
+    return dtypes
 
 
 def invoke(plan: Plan, values: Sequence[Value]) -> Sequence[Tensor]:
@@ -325,14 +191,14 @@ class _Call(torch.autograd.Function):
         inputs.update(zip(tape.kept_numbers, ctx.numbers, strict=True))
         outputs = dict(zip(tape.kept_outputs, saved[count:], strict=True))
         step = tape.step(needs, present)
-        results = step.run(cotangents, inputs, outputs)
+        route, results = step.route, step.run(cotangents, inputs, outputs)
         gradients: list[Tensor | None] = [None] * len(needs)
-        for slot in step.zeros:
+        for slot in route.zeros:
             gradients[slot] = tape.zeros(slot)
-        for slot, name in step.gradients:
+        for slot, name in route.gradients:
             gradients[slot] = results[name].to(tape.dtypes[slot])
-        if step.d_acc is not None:
-            d_acc = results[step.d_acc].to(tape.plan.default)
+        if route.d_acc is not None:
+            d_acc = results[route.d_acc].to(tape.plan.default)
             if needs[0]:
                 gradients[0] = tape.plan.matmul(d_acc, inputs[1].T)
             if needs[1]:

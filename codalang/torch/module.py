@@ -31,7 +31,8 @@ from codalang.ir.epilogue import Epilogue
 from codalang.ir.printer import print_epilogue
 from codalang.ir.simplify import simplify
 from codalang.torch import opaque
-from codalang.torch.autograd import Operator, Plan, invoke
+from codalang.torch.autograd import Plan, invoke
+from codalang.torch.derived import Operator
 from codalang.torch.execute import is_autocast_on
 from codalang.torch.signature import Binding, Extent, Signature, Value, bind, check, key
 
