@@ -29,7 +29,7 @@ from codalang.ir.types import tile
 from codalang.torch.derived import Flags, Operator, Route
 from codalang.torch.execute import Job
 from codalang.torch.opaque import execute, is_traced
-from codalang.torch.signature import Extent, Value, output_dtype
+from codalang.torch.signature import Extent, Value, columns_of, output_dtype
 
 
 @attrs.define(eq=False)
@@ -111,6 +111,13 @@ class Tape:
         """The gradient of an argument on which nothing depends."""
         return torch.zeros(self._shapes[slot], dtype=self.dtypes[slot], device=self._device)
 
+    def missing(self, position: int) -> Tensor:
+        """The cotangent of an output that nobody used, where it cannot be left out."""
+        output = self.job.epilogue.outputs[position]
+        rows = (self.plan.rows,) if output.type.kind.has_rows else ()
+        shape = rows + columns_of(output.type.width, self.plan.columns)
+        return torch.zeros((), dtype=self.job.dtypes[position], device=self._device).expand(shape)
+
     def step(self, needs: Flags, present: Flags) -> Step:
         """The backward that gives these arguments' gradients from these outputs' cotangents."""
         key = (needs, present)
@@ -125,6 +132,7 @@ class Step:
 
     def __init__(self, tape: Tape, route: Route) -> None:
         self.route = route
+        self._tape = tape
         self._plan: Plan | None = None
         if route.operator is not None:
             plan = tape.plan
@@ -136,7 +144,10 @@ class Step:
     ) -> dict[str, Tensor]:
         """The backward's results by name."""
         tables: dict[str, Any] = {"param": inputs, "output": outputs, "cotangent": cotangents}
-        values = {name: tables[source][position] for name, (source, position) in self.route.places.items()}
+        values: dict[str, Any] = {}
+        for name, (source, position) in self.route.places.items():
+            value = tables[source][position]
+            values[name] = self._tape.missing(position) if value is None else value
         results: dict[str, Tensor] = {result: values[name] for result, name in self.route.aliases.items()}
         if self._plan is not None:
             computed = invoke(self._plan, [values[name] for name in self.route.loaded])

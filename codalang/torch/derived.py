@@ -15,6 +15,7 @@ import functools
 import attrs
 
 from codalang.autodiff import Derivative, Load, derive
+from codalang.errors import CodaUnsupportedError
 from codalang.ir.build import canonical
 from codalang.ir.epilogue import Epilogue, Output, Store
 
@@ -40,10 +41,12 @@ class Operator:
 
     def derive(self, needs: Flags, cotangents: list[str] | None = None, kept: list[Load] | None = None) -> Derivative:
         """The derivative for the gradients of arguments so flagged; see `autodiff.derive`."""
-        wrt = [name for name, slot in self.slots.items() if needs[slot]]
-        if self.on_gemm and (needs[0] or needs[1]):
-            wrt.append(self.epilogue.params[0].name)
-        return derive(self.epilogue, wrt=wrt, cotangents=cotangents, hosted=not self.on_gemm, kept=kept)
+        return derive(self.epilogue, wrt=self.wanted(needs), cotangents=cotangents, hosted=not self.on_gemm, kept=kept)
+
+    def wanted(self, needs: Flags) -> set[str]:
+        """The parameters whose gradients the arguments so flagged need."""
+        accumulator = {self.epilogue.params[0].name} if self.on_gemm and (needs[0] or needs[1]) else set()
+        return accumulator | {name for name, slot in self.slots.items() if needs[slot]}
 
     @functools.cached_property
     def slots(self) -> dict[str, int]:
@@ -65,6 +68,7 @@ class Recording:
     """
 
     def __init__(self, operator: Operator, requires: Flags) -> None:
+        self._requires = requires
         first = operator.derive(requires)
         # Where nothing is saved the operator stays: a kernel is found fastest by an epilogue that is the same object.
         self.operator = Operator(first.forward, operator.on_gemm) if first.saved else operator
@@ -83,10 +87,23 @@ class Recording:
         was kept.  Raises CodaUnsupportedError where that is not enough."""
         route = self._routes.get((needs, present))
         if route is None:
-            given = [name for name, position in self._outputs.items() if present[position]]
-            derivative = self.operator.derive(needs, given, self._kept())
-            route = self._routes[needs, present] = self._wire(derivative, needs)
+            route = self._routes[needs, present] = self._wire(self._derivative(needs, present), needs)
         return route
+
+    def _derivative(self, needs: Flags, present: Flags) -> Derivative:
+        """Leaving out cotangents or gradients can make a backward load something that was not kept, so what cannot be
+        left out stays: such a cotangent is zero, and such a gradient is dropped."""
+        names = list(self._outputs)
+        given = [name for name, position in self._outputs.items() if present[position]]
+        visible = names[: self.visible] + [name for name in given if self._outputs[name] >= self.visible]
+        kept = self._kept()
+        attempts = ((needs, given), (needs, visible), (self._requires, visible), (self._requires, names))
+        for wanted, cotangents in attempts[:-1]:
+            try:
+                return self.operator.derive(wanted, cotangents, kept)
+            except CodaUnsupportedError:
+                continue
+        return self.operator.derive(*attempts[-1], kept)
 
     def _kept(self) -> list[Load]:
         params = [Load("param", name) for name, slot in self.operator.slots.items() if slot in self.inputs]
@@ -99,12 +116,14 @@ class Recording:
 
     def _wire(self, derivative: Derivative, needs: Flags) -> Route:
         slots = self.operator.slots
-        named = {param: name for param, name in derivative.gradients.items() if name is not None}
+        needed = self.operator.wanted(needs)
+        named = {param: name for param, name in derivative.gradients.items() if name is not None and param in needed}
         gradients = tuple((slots[param], name) for param, name in named.items() if param in slots)
         d_acc = next((name for param, name in named.items() if param not in slots), None)
         found = {slot for slot, _ in gradients} | ({0, 1} if d_acc else set())
-        aliases = {o.name: param for o in derivative.backward.outputs if (param := _alias(derivative.backward, o))}
-        backward = _without(derivative.backward, aliases)
+        backward = _with_only(derivative.backward, set(named.values()))
+        aliases = {o.name: param for o in backward.outputs if (param := _alias(backward, o))}
+        backward = _with_only(backward, set(named.values()) - set(aliases))
         loaded = tuple(p.name for p in backward.params)
         return Route(
             operator=Operator(backward, on_gemm=False) if backward.outputs else None,
@@ -148,10 +167,10 @@ def _alias(backward: Epilogue, output: Output) -> str | None:
     return None
 
 
-def _without(backward: Epilogue, dropped: dict[str, str]) -> Epilogue:
-    """The epilogue without some outputs, and without the parameters that only they used."""
-    if not dropped:
+def _with_only(backward: Epilogue, kept: set[str]) -> Epilogue:
+    """The epilogue with only these outputs, and with only the parameters that they use."""
+    if len(kept) == len(backward.outputs):
         return backward
-    rest = canonical(attrs.evolve(backward, outputs=tuple(o for o in backward.outputs if o.name not in dropped)))
+    rest = canonical(attrs.evolve(backward, outputs=tuple(o for o in backward.outputs if o.name in kept)))
     used = {node.attr for node in rest.nodes if node.op == "param"}
     return attrs.evolve(rest, params=tuple(p for p in rest.params if p.name in used))
