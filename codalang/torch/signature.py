@@ -197,9 +197,9 @@ def bind(signature: Signature, args: Sequence[object], named: Mapping[str, objec
 def extents_of(signature: Signature, given: object) -> tuple[Extent, Extent]:
     """The `extents` of a call as (M, N).  Raises CodaCallError where they are no sizes of a tensor."""
     m, n = signature.epilogue.dims
-    is_pair = isinstance(given, tuple | list) and len(given) == 2
-    if is_pair and all(isinstance(e, torch.SymInt) or (_is_integer(e) and e >= 0) for e in given):
-        return given[0], given[1]
+    if isinstance(given, tuple | list) and len(given) == 2:
+        if all(isinstance(e, torch.SymInt) or (_is_integer(e) and e >= 0) for e in given):
+            return given[0], given[1]
     raise CodaCallError(
         f"extents of `{signature.show()}` must be ({m}, {n}), two integers from 0 to 2**31 - 1, "
         f"got {_shortened(given)}",
