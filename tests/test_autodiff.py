@@ -24,9 +24,9 @@ from torch import Tensor
 from user_states import USER_STATES
 
 from codalang.autodiff import Derivative, Load, derive
+from codalang.autodiff.cut import Kept, choose
 from codalang.autodiff.graph import Graph
 from codalang.autodiff.rules import RULES
-from codalang.autodiff.save import Kept, choose
 from codalang.autodiff.seeds import REDUCTION_RULES
 from codalang.errors import CodaCallError, CodaUnsupportedError
 from codalang.ir import reference

@@ -6,6 +6,7 @@ graph       the expressions rules are written in
 seeds       where cotangents begin: at stores, reductions and stateful transforms
 flow        the walk that applies the rules
 save        which forward values the backward loads
+cut         the cheapest set of them
 epilogue    `derive`: epilogue -> derived epilogue
 """
 

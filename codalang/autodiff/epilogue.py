@@ -15,20 +15,18 @@ from fractions import Fraction
 
 import attrs
 
-from codalang.autodiff.derivative import Decision, Derivative, Load
+from codalang.autodiff.cut import Kept
+from codalang.autodiff.derivative import Derivative, Load
 from codalang.autodiff.flow import flow_back
-from codalang.autodiff.graph import Expr, Graph, is_number, is_tile
+from codalang.autodiff.graph import Expr, Graph
 from codalang.autodiff.names import Names
-from codalang.autodiff.save import Kept, choose, units
+from codalang.autodiff.save import not_kept, select
 from codalang.autodiff.seeds import EXACT, Result, Results, transform_of
-from codalang.errors import CodaCallError, CodaUnsupportedError
+from codalang.errors import CodaCallError
 from codalang.ir.build import canonical
-from codalang.ir.epilogue import Epilogue, Keep, Node, Output, Param, Reduce, State, Store
+from codalang.ir.epilogue import Epilogue, Node, Output, Param, Reduce, State, Store
 from codalang.ir.infer import infer
 from codalang.ir.types import Dtype, Kind
-
-# What an author may ask of a value.
-SAVE, RECOMPUTE = "save", "recompute"
 
 
 def derive(
@@ -65,15 +63,9 @@ def derive(
     results = Results(graph)
     found = flow_back(graph, epilogue, indices, wanted, seeds, results, names)
     outputs, gradients = _outputs(graph, epilogue, names, wanted, found, share)
-    primal = _primal(graph, seeds.values())
-    needed = _needed(graph, primal, [o.value for o in outputs])
-    reduced = _reachable(graph, [r.node for r in results.asked.values()])
-    local = [p and not r for p, r in zip(primal, reduced, strict=True)]
-    keeps = {indices[k.value]: k for k in epilogue.keeps if kept is None}
-    exact, rounded = _exact(graph, epilogue, results.exact, hosted)
-    ways = _ways(graph, epilogue, indices, local, hosted, kept, keeps, exact)
-    leaves = {r.node for r in results.asked.values()}
-    loaded = _named(graph, names, _chosen(graph, epilogue, needed, ways, kept, leaves, keeps, rounded))
+    loaded, plan = select(
+        graph, epilogue, indices, seeds.values(), results, [o.value for o in outputs], names, hosted, kept
+    )
     finals = _finals(graph, epilogue, indices, names, results, _live(graph, outputs, loaded), kept)
     inputs = _inputs(graph, epilogue, names, loaded, finals)
     backward = _backward(graph, epilogue, outputs, inputs)
@@ -86,7 +78,7 @@ def derive(
         gradients=gradients,
         cotangents={loads[p.name].name: p.name for p in backward.params if loads[p.name].source == "cotangent"},
         loads={p.name: loads[p.name] for p in backward.params},
-        plan=_plan(graph, indices, needed, loaded),
+        plan=plan,
     )
 
 
@@ -135,179 +127,7 @@ def _output(name: str, param: Param, cotangent: Expr) -> Output:
     return Reduce(name, value.node, param.type, "sum", param.dtype)
 
 
-# ---- what is kept ---------------------------------------------------------------------------------------------------
-def _primal(graph: Graph, seeds: Collection[int]) -> list[bool]:
-    """For each node: is it a forward value, i.e. does it not depend on a cotangent?"""
-    primal: list[bool] = []
-    for index, node in enumerate(graph.nodes):
-        primal.append(index not in seeds and all(primal[a] for a in node.args))
-    return primal
-
-
-def _reachable(graph: Graph, leaves: Collection[int]) -> list[bool]:
-    """For each node: does it depend on one of these leaves?"""
-    reachable: list[bool] = []
-    for index, node in enumerate(graph.nodes):
-        reachable.append(index in leaves or any(reachable[a] for a in node.args))
-    return reachable
-
-
-def _live(graph: Graph, outputs: Sequence[Output], cut: Collection[int]) -> set[int]:
-    """The nodes that the outputs are computed from, where those of `cut` are loaded."""
-    live = {o.value for o in outputs}
-    pending = list(live)
-    while pending:
-        index = pending.pop()
-        new = set() if index in cut else set(graph.nodes[index].args) - live
-        live |= new
-        pending += new
-    return live
-
-
-def _needed(graph: Graph, primal: Sequence[bool], roots: Sequence[int]) -> list[int]:
-    """The forward values that the cotangents' part of the graph reads, in order."""
-    needed = {r for r in roots if primal[r]}
-    pending = [r for r in roots if not primal[r]]
-    seen = set(pending)
-    while pending:
-        for arg in graph.nodes[pending.pop()].args:
-            if primal[arg]:
-                needed.add(arg)
-            elif arg not in seen:
-                seen.add(arg)
-                pending.append(arg)
-    return sorted(needed)
-
-
-def _ways(
-    graph: Graph,
-    epilogue: Epilogue,
-    indices: Sequence[int],
-    local: Sequence[bool],
-    hosted: bool,
-    kept: Collection[Load] | None,
-    keeps: Mapping[int, Keep],
-    exact: Collection[int],
-) -> dict[int, Kept]:
-    """The cheapest way to load each value that the forward can compute and keep (`local`), where there is one.
-
-    What is asked to be recomputed is loaded as a parameter at most; a vector is loaded where it is asked to be saved.
-    What is to be kept exactly is kept as what it was cast to, or in f32.
-    """
-    stored: dict[int, list[Store]] = {}
-    for store in epilogue.outputs:
-        if isinstance(store, Store) and graph.nodes[indices[store.value]].type == store.type:
-            stored.setdefault(indices[store.value], []).append(store)
-    loadable = {p.name: p for p in epilogue.params if hosted or p is not epilogue.accumulator}
-    ways: dict[int, Kept] = {}
-    for index, node in enumerate(graph.nodes):
-        how = keeps[index].how if index in keeps else None
-        if not local[index] or not (is_tile(node) or how == SAVE):
-            continue
-        param = loadable.get(str(node.attr)) if node.op == "param" else None
-        options = [] if param is None else [Kept("param", param.name, _units(param))]
-        dtype = None if index not in exact else str(node.attr) if node.op == "cast" else "f32"
-        if how != RECOMPUTE:
-            same = [s for s in stored.get(index, []) if dtype is None or s.dtype in (dtype, "f32")]
-            options += [Kept("output", s.name, _units(s)) for s in same]
-        if how != RECOMPUTE and param is None and is_number(node):
-            options.append(_saving(node, dtype))
-        if kept is not None:
-            options = [o for o in options if o.name is not None and Load(o.how, o.name) in kept]
-        if options:
-            ways[index] = min(options, key=lambda way: way.capacity)
-    return ways
-
-
-def _saving(node: Node, dtype: str | None) -> Kept:
-    """To save a value in a storage dtype; a vector is no traffic."""
-    traffic = units(node.type.width, dtype) if is_tile(node) else Fraction(0)
-    return Kept("saved", None, traffic, traffic, dtype)
-
-
-def _exact(graph: Graph, epilogue: Epilogue, values: Collection[int], hosted: bool) -> tuple[set[int], set[int]]:
-    """What is kept exactly where it is kept: some values and what they are computed from, up to where the program
-    itself rounds; and those places, which are loaded, unless they can be made again without the accumulator.
-    """
-    accumulator = [] if hosted else [i for i, n in enumerate(graph.nodes) if _is_accumulator(n, epilogue)]
-    accumulated = _reachable(graph, accumulator)
-    exact: set[int] = set()
-    rounded: set[int] = set()
-    pending = list(values)
-    while pending:
-        index = pending.pop()
-        if index in exact:
-            continue
-        exact.add(index)
-        if graph.nodes[index].op == "cast" and accumulated[index]:
-            rounded.add(index)
-        else:
-            pending += graph.nodes[index].args
-    return exact, rounded
-
-
-def _is_accumulator(node: Node, epilogue: Epilogue) -> bool:
-    accumulator = epilogue.accumulator
-    return node.op == "param" and accumulator is not None and node.attr == accumulator.name
-
-
-def _units(what: Param | Output) -> Fraction:
-    """Activation-sized traffic of loading a parameter or an output."""
-    return units(what.type.width, what.dtype) if what.type.kind is Kind.TILE else Fraction(0)
-
-
-def _chosen(
-    graph: Graph,
-    epilogue: Epilogue,
-    needed: Sequence[int],
-    ways: Mapping[int, Kept],
-    kept: Collection[Load] | None,
-    leaves: Collection[int],
-    keeps: Mapping[int, Keep],
-    rounded: Collection[int],
-) -> dict[int, Kept]:
-    """What to load beside `leaves`.  Raises CodaUnsupportedError where that cannot be had from what was kept."""
-    free: list[bool] = []
-    for index, node in enumerate(graph.nodes):
-        if index in leaves:
-            free.append(True)
-        elif node.op == "param":
-            free.append(not is_tile(node) and (kept is None or Load("param", str(node.attr)) in kept))
-        else:
-            free.append(not is_tile(node) and all(free[a] for a in node.args))
-    forced = {*rounded, *(index for index, keep in keeps.items() if keep.how == SAVE)} & set(ways)
-    chosen = choose(graph.nodes, needed, ways, free, forced)
-    if chosen is None:
-        raise _not_recomputed(epilogue, keeps) if kept is None else _not_kept(epilogue, kept)
-    return chosen
-
-
-def _not_recomputed(epilogue: Epilogue, keeps: Mapping[int, Keep]) -> CodaUnsupportedError:
-    loc = next((k.loc for k in keeps.values() if k.how == RECOMPUTE), epilogue.loc)
-    return CodaUnsupportedError(
-        f"the backward of `{epilogue.name}` needs a value that is to be recomputed, but what it is made of is not kept",
-        loc,
-        hint="`save` a value that it is computed from",
-    )
-
-
-def _not_kept(epilogue: Epilogue, kept: Collection[Load]) -> CodaUnsupportedError:
-    names = ", ".join(f"`{load.name}`" for load in kept) or "nothing"
-    return CodaUnsupportedError(
-        f"the backward of `{epilogue.name}` needs more of its forward than was kept, which is {names}",
-        epilogue.loc,
-        hint="derive the forward for these gradients, so that it keeps what they need",
-    )
-
-
-def _named(graph: Graph, names: Names, kept: Mapping[int, Kept]) -> dict[int, Kept]:
-    """The same, with a name for each value that is saved."""
-    return {
-        index: attrs.evolve(k, name=names.fresh(f"saved_{graph.nodes[index].hint or graph.nodes[index].op}"))
-        if k.how == "saved"
-        else k
-        for index, k in kept.items()
-    }
+# ---- the two epilogues ----------------------------------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -342,33 +162,20 @@ def _finals(
         elif kept is None:
             finals.append(_Final(result, Load("saved", names.fresh(result.wanted_name)), dtype))
         else:
-            raise _not_kept(epilogue, kept)
+            raise not_kept(epilogue, kept)
     return finals
 
 
-def _plan(
-    graph: Graph, indices: Sequence[int], needed: Sequence[int], kept: Mapping[int, Kept]
-) -> tuple[Decision, ...]:
-    """What is loaded, and those of the forward's own values that are recomputed from it."""
-    own = set(indices)
-    wanted = {*kept, *(i for i in needed if i in own and is_number(graph.nodes[i]))}
-    decisions = []
-    for index in sorted(i for i in wanted if is_tile(graph.nodes[i])):
-        way = kept.get(index, Kept("recomputed", None))
-        decisions.append(Decision(_described(graph, index), way.how, way.load, way.store))
-    return tuple(decisions)
-
-
-def _described(graph: Graph, index: int) -> str:
-    """A value's name, or its op and the names of its operands."""
-    node = graph.nodes[index]
-    if node.hint is not None:
-        return node.hint
-    operands = [graph.nodes[a] for a in node.args]
-    return f"{node.op}({', '.join(str(o.hint or (o.op if o.args else o.attr)) for o in operands)})"
-
-
-# ---- the two epilogues ----------------------------------------------------------------------------------------------
+def _live(graph: Graph, outputs: Sequence[Output], cut: Collection[int]) -> set[int]:
+    """The nodes that the outputs are computed from, where those of `cut` are loaded."""
+    live = {o.value for o in outputs}
+    pending = list(live)
+    while pending:
+        index = pending.pop()
+        new = set() if index in cut else set(graph.nodes[index].args) - live
+        live |= new
+        pending += new
+    return live
 
 
 @attrs.frozen

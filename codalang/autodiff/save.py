@@ -1,21 +1,7 @@
-"""What the backward reads of the forward: the cheapest set of values to keep, by bytes moved.
+"""What the backward reads of the forward, and what the forward must store for it.
 
-The backward needs some forward values.  Each value of activation size can be had in one of these ways:
-
-| way                                | moves                        |
-|------------------------------------|------------------------------|
-| load a forward tile parameter      | a load                       |
-| load an output the forward stores  | a load (the rounded value)   |
-| save it: the forward stores it     | a store and a load           |
-| recompute it from its operands     | what its operands cost       |
-
-Rows, cols and scalars are small and recomputed from their parameters at no cost.  A choice of values to load is
-enough when every path from the parameters to a needed value passes through one of them: a vertex cut of the forward
-graph, whose capacities are the costs above.  The minimum cut is found by maximum flow.  Among cuts that move equally
-much the one that keeps the least extra memory wins, then the one nearest the parameters (an accumulator is saved
-before its row scale, not after it).
-
-A unit is one value of two bytes per element of [M, N].
+The backward needs some forward values; `cut` decides which to load, so that the rest can be recomputed from them.
+Here is what `cut` is told: which values are needed, how each could be loaded, and what the author and exactness demand.
 """
 
 from __future__ import annotations
@@ -24,120 +10,235 @@ from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 
 import attrs
-import networkx
 
-from codalang.ir.epilogue import Node
+from codalang.autodiff.cut import Kept, choose, units
+from codalang.autodiff.derivative import Decision, Load
+from codalang.autodiff.graph import Graph, is_number, is_tile
+from codalang.autodiff.names import Names
+from codalang.autodiff.seeds import Results
+from codalang.errors import CodaUnsupportedError
+from codalang.ir.epilogue import Epilogue, Keep, Node, Output, Param, Store
+from codalang.ir.types import Kind
 
-# A unit of traffic outweighs whatever memory can be kept; capacities are integers so that the flow is exact.
-_TRAFFIC = 1 << 40
-_SCALE = 4
-_BYTES: dict[str | None, int] = {"f32": 4, "i32": 4, "i64": 8, "bool": 1}
-
-
-@attrs.frozen
-class Kept:
-    """Where the backward gets a value from: `how` is "param", "output", "saved" or "recomputed".
-
-    `name` is the forward's for the parameter or output; `load` and `store` are the units moved for it, and `capacity`
-    is what that costs.  `dtype` is the storage dtype of what is saved, None for that of A.
-    """
-
-    how: str
-    name: str | None
-    load: Fraction = Fraction(0)
-    store: Fraction = Fraction(0)
-    dtype: str | None = None
-
-    capacity: int = attrs.field(init=False, repr=False)
-
-    @capacity.default
-    def _cost(self) -> int:
-        """The cost as one integer: bytes moved, then extra memory kept."""
-        return int(_SCALE * (self.load + self.store)) * _TRAFFIC + int(_SCALE * self.store)
+# What an author may ask of a value.
+SAVE, RECOMPUTE = "save", "recompute"
 
 
-def units(width: Fraction | None, dtype: str | None) -> Fraction:
-    """Traffic of one load or store of an activation; an unknown dtype counts as two bytes."""
-    return (width or Fraction(1)) * Fraction(_BYTES.get(dtype, 2), 2)
-
-
-def choose(
-    nodes: Sequence[Node],
-    needed: Collection[int],
-    ways: Mapping[int, Kept],
-    free: Sequence[bool],
-    forced: Collection[int] = (),
-) -> dict[int, Kept] | None:
-    """The values to load, and how; None where they cannot be had from what may be loaded.
+def select(
+    graph: Graph,
+    epilogue: Epilogue,
+    indices: Sequence[int],
+    seeds: Collection[int],
+    results: Results,
+    roots: Sequence[int],
+    names: Names,
+    hosted: bool,
+    kept: Collection[Load] | None,
+) -> tuple[dict[int, Kept], tuple[Decision, ...]]:
+    """The forward values that the backward loads, and the plan to show.
 
     Args:
-        nodes: the graph that the others index; operands before users.
-        needed: values that the backward uses.
-        ways: the cheapest way to get a value by a load: of tile parameters, of stored values and of values that can be
-            saved.  A value without a way can only be recomputed.
-        free: which values cost nothing, because they depend on nothing but rows, cols and scalars.
-        forced: values to load wherever they are needed, whatever it costs.
+        graph: the forward's nodes (node i of `epilogue` at `indices[i]`) and those of the cotangents.
+        seeds: the nodes that load cotangents.
+        results: the finalized results that are loaded besides, and what is to be had exactly.
+        roots: the values of the backward's outputs.
+        names: gives a name to what is saved.
+        hosted, kept: as in `epilogue.derive`.
+
+    Raises:
+        CodaUnsupportedError: `kept` is not enough, or what must not be saved cannot be recomputed.
     """
-    cut = _cheapest(_network(nodes, needed, ways, free, forced), ways)
-    if cut is None or not forced:
-        return cut
-    return {index: ways[index] for index in sorted({*cut, *_met(nodes, needed, cut, forced)})}
+    primal = _primal(graph, seeds)
+    needed = _needed(graph, primal, roots)
+    leaves = {r.node for r in results.asked.values()}
+    reduced = _reachable(graph, leaves)
+    local = [p and not r for p, r in zip(primal, reduced, strict=True)]
+    keeps = {indices[k.value]: k for k in epilogue.keeps if kept is None}
+    exact, rounded = _exact(graph, epilogue, results.exact, hosted)
+    ways = _ways(graph, epilogue, indices, local, hosted, kept, keeps, exact)
+    loaded = _named(graph, names, _chosen(graph, epilogue, needed, ways, kept, leaves, keeps, rounded))
+    return loaded, _plan(graph, indices, needed, loaded)
 
 
-def _met(nodes: Sequence[Node], needed: Collection[int], cut: Collection[int], forced: Collection[int]) -> set[int]:
-    """The forced values that are needed, directly or to compute others, beside those that are loaded anyway."""
-    seen = set(needed)
-    pending = list(seen)
-    while pending:
-        index = pending.pop()
-        new = set() if index in cut or index in forced else set(nodes[index].args) - seen
-        seen |= new
-        pending += new
-    return seen & set(forced)
+def _primal(graph: Graph, seeds: Collection[int]) -> list[bool]:
+    """For each node: is it a forward value, i.e. does it not depend on a cotangent?"""
+    primal: list[bool] = []
+    for index, node in enumerate(graph.nodes):
+        primal.append(index not in seeds and all(primal[a] for a in node.args))
+    return primal
 
 
-def _cheapest(network: networkx.DiGraph, ways: Mapping[int, Kept]) -> dict[int, Kept] | None:
-    """The minimum cut as the values to load; None where there is no finite one."""
-    if "source" not in network or "sink" not in network:
-        return {}
-    try:
-        # networkx gives the cut nearest its sink; the flow runs from what is needed to the parameters.
-        _, (above, below) = networkx.minimum_cut(
-            network, "source", "sink", flow_func=networkx.algorithms.flow.shortest_augmenting_path
-        )
-    except networkx.NetworkXUnbounded:
-        return None
-    return {index: ways[index] for index in sorted(ways) if (index, "use") in above and (index, "make") in below}
+def _reachable(graph: Graph, leaves: Collection[int]) -> list[bool]:
+    """For each node: does it depend on one of these leaves?"""
+    reachable: list[bool] = []
+    for index, node in enumerate(graph.nodes):
+        reachable.append(index in leaves or any(reachable[a] for a in node.args))
+    return reachable
 
 
-def _network(
-    nodes: Sequence[Node],
-    needed: Collection[int],
-    ways: Mapping[int, Kept],
-    free: Sequence[bool],
-    forced: Collection[int],
-) -> networkx.DiGraph:
-    """The flow network: needed values -> `use` of a value -> `make` of it -> use of its operands -> parameters.
-
-    An edge without a capacity is infinite.
-    """
-    network = networkx.DiGraph()
-    pending = [i for i in needed if not free[i] and i not in forced]
-    for index in pending:
-        network.add_edge("source", (index, "use"))
+def _needed(graph: Graph, primal: Sequence[bool], roots: Sequence[int]) -> list[int]:
+    """The forward values that the cotangents' part of the graph reads, in order."""
+    needed = {r for r in roots if primal[r]}
+    pending = [r for r in roots if not primal[r]]
     seen = set(pending)
     while pending:
+        for arg in graph.nodes[pending.pop()].args:
+            if primal[arg]:
+                needed.add(arg)
+            elif arg not in seen:
+                seen.add(arg)
+                pending.append(arg)
+    return sorted(needed)
+
+
+def _ways(
+    graph: Graph,
+    epilogue: Epilogue,
+    indices: Sequence[int],
+    local: Sequence[bool],
+    hosted: bool,
+    kept: Collection[Load] | None,
+    keeps: Mapping[int, Keep],
+    exact: Collection[int],
+) -> dict[int, Kept]:
+    """The cheapest way to load each value that the forward can compute and keep (`local`), where there is one.
+
+    What is asked to be recomputed is loaded as a parameter at most; a vector is loaded where it is asked to be saved.
+    What is to be kept exactly is kept as what it was cast to, or in f32.
+    """
+    stored: dict[int, list[Store]] = {}
+    for store in epilogue.outputs:
+        if isinstance(store, Store) and graph.nodes[indices[store.value]].type == store.type:
+            stored.setdefault(indices[store.value], []).append(store)
+    loadable = {p.name: p for p in epilogue.params if hosted or p is not epilogue.accumulator}
+    ways: dict[int, Kept] = {}
+    for index, node in enumerate(graph.nodes):
+        how = keeps[index].how if index in keeps else None
+        if not local[index] or not (is_tile(node) or how == SAVE):
+            continue
+        param = loadable.get(str(node.attr)) if node.op == "param" else None
+        options = [] if param is None else [Kept("param", param.name, _units(param))]
+        dtype = None if index not in exact else str(node.attr) if node.op == "cast" else "f32"
+        if how != RECOMPUTE:
+            same = [s for s in stored.get(index, []) if dtype is None or s.dtype in (dtype, "f32")]
+            options += [Kept("output", s.name, _units(s)) for s in same]
+        if how != RECOMPUTE and param is None and is_number(node):
+            options.append(_saving(node, dtype))
+        if kept is not None:
+            options = [o for o in options if o.name is not None and Load(o.how, o.name) in kept]
+        if options:
+            ways[index] = min(options, key=lambda way: way.capacity)
+    return ways
+
+
+def _saving(node: Node, dtype: str | None) -> Kept:
+    """To save a value in a storage dtype; a vector is no traffic."""
+    traffic = units(node.type.width, dtype) if is_tile(node) else Fraction(0)
+    return Kept("saved", None, traffic, traffic, dtype)
+
+
+def _exact(graph: Graph, epilogue: Epilogue, values: Collection[int], hosted: bool) -> tuple[set[int], set[int]]:
+    """What is kept exactly where it is kept: some values and what they are computed from, up to where the program
+    itself rounds; and those places, which are loaded, unless they can be made again without the accumulator.
+    """
+    accumulator = [] if hosted else [i for i, n in enumerate(graph.nodes) if _is_accumulator(n, epilogue)]
+    accumulated = _reachable(graph, accumulator)
+    exact: set[int] = set()
+    rounded: set[int] = set()
+    pending = list(values)
+    while pending:
         index = pending.pop()
-        if index in ways:
-            network.add_edge((index, "use"), (index, "make"), capacity=ways[index].capacity)
+        if index in exact:
+            continue
+        exact.add(index)
+        if graph.nodes[index].op == "cast" and accumulated[index]:
+            rounded.add(index)
         else:
-            network.add_edge((index, "use"), (index, "make"))
-        if nodes[index].op == "param":
-            network.add_edge((index, "make"), "sink")
-        for arg in nodes[index].args:
-            if not free[arg] and arg not in forced:
-                network.add_edge((index, "make"), (arg, "use"))
-                if arg not in seen:
-                    seen.add(arg)
-                    pending.append(arg)
-    return network
+            pending += graph.nodes[index].args
+    return exact, rounded
+
+
+def _is_accumulator(node: Node, epilogue: Epilogue) -> bool:
+    accumulator = epilogue.accumulator
+    return node.op == "param" and accumulator is not None and node.attr == accumulator.name
+
+
+def _units(what: Param | Output) -> Fraction:
+    """Activation-sized traffic of loading a parameter or an output."""
+    return units(what.type.width, what.dtype) if what.type.kind is Kind.TILE else Fraction(0)
+
+
+def _chosen(
+    graph: Graph,
+    epilogue: Epilogue,
+    needed: Sequence[int],
+    ways: Mapping[int, Kept],
+    kept: Collection[Load] | None,
+    leaves: Collection[int],
+    keeps: Mapping[int, Keep],
+    rounded: Collection[int],
+) -> dict[int, Kept]:
+    """What to load beside `leaves`.  Raises CodaUnsupportedError where that cannot be had from what was kept."""
+    free: list[bool] = []
+    for index, node in enumerate(graph.nodes):
+        if index in leaves:
+            free.append(True)
+        elif node.op == "param":
+            free.append(not is_tile(node) and (kept is None or Load("param", str(node.attr)) in kept))
+        else:
+            free.append(not is_tile(node) and all(free[a] for a in node.args))
+    forced = {*rounded, *(index for index, keep in keeps.items() if keep.how == SAVE)} & set(ways)
+    chosen = choose(graph.nodes, needed, ways, free, forced)
+    if chosen is None:
+        raise _not_recomputed(epilogue, keeps) if kept is None else not_kept(epilogue, kept)
+    return chosen
+
+
+def _not_recomputed(epilogue: Epilogue, keeps: Mapping[int, Keep]) -> CodaUnsupportedError:
+    loc = next((k.loc for k in keeps.values() if k.how == RECOMPUTE), epilogue.loc)
+    return CodaUnsupportedError(
+        f"the backward of `{epilogue.name}` needs a value that is to be recomputed, but what it is made of is not kept",
+        loc,
+        hint="`save` a value that it is computed from",
+    )
+
+
+def not_kept(epilogue: Epilogue, kept: Collection[Load]) -> CodaUnsupportedError:
+    names = ", ".join(f"`{load.name}`" for load in kept) or "nothing"
+    return CodaUnsupportedError(
+        f"the backward of `{epilogue.name}` needs more of its forward than was kept, which is {names}",
+        epilogue.loc,
+        hint="derive the forward for these gradients, so that it keeps what they need",
+    )
+
+
+def _named(graph: Graph, names: Names, kept: Mapping[int, Kept]) -> dict[int, Kept]:
+    """The same, with a name for each value that is saved."""
+    return {
+        index: attrs.evolve(k, name=names.fresh(f"saved_{graph.nodes[index].hint or graph.nodes[index].op}"))
+        if k.how == "saved"
+        else k
+        for index, k in kept.items()
+    }
+
+
+def _plan(
+    graph: Graph, indices: Sequence[int], needed: Sequence[int], kept: Mapping[int, Kept]
+) -> tuple[Decision, ...]:
+    """What is loaded, and those of the forward's own values that are recomputed from it."""
+    own = set(indices)
+    wanted = {*kept, *(i for i in needed if i in own and is_number(graph.nodes[i]))}
+    decisions = []
+    for index in sorted(i for i in wanted if is_tile(graph.nodes[i])):
+        way = kept.get(index, Kept("recomputed", None))
+        decisions.append(Decision(_described(graph, index), way.how, way.load, way.store))
+    return tuple(decisions)
+
+
+def _described(graph: Graph, index: int) -> str:
+    """A value's name, or its op and the names of its operands."""
+    node = graph.nodes[index]
+    if node.hint is not None:
+        return node.hint
+    operands = [graph.nodes[a] for a in node.args]
+    return f"{node.op}({', '.join(str(o.hint or (o.op if o.args else o.attr)) for o in operands)})"
