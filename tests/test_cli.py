@@ -424,3 +424,102 @@ def test_a_derivative_of_zeros_is_a_comment(run, file, program):
 @pytest.mark.parametrize("option", ["--wrt", "--cotangents"])
 def test_a_derivative_for_nothing_is_a_comment(run, option):
     assert run("grad", "swiglu", option, "") == (0, NOTHING.replace("f_", "swiglu_"), "")
+
+
+# ---- what people type by mistake, and streams that fail --------------------------------------------------------------
+
+GROUPS = "epilogue f(acc: tile[M, 2*N]) {\n    store y: tile[M, 2*N] = group_sum(acc, 64)\n}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "swiglu", "--seed", "99999999999999999999"], "64 bits"),
+        (["run", "swiglu", "--shape", "M=99999999999999999999"], "M must be below 2**31"),
+        (["run", "swiglu", "--shape", "M=4,N=4,M=8"], "M is given twice"),
+        (["run", "swiglu", "--shape", "M=²"], "not NAME=NUMBER"),
+        (["explain", "swiglu", "--rows", "0"], "from 1 to"),
+        (["explain", "swiglu", "--columns", "-5"], "from 1 to"),
+        (["compile", "swiglu", "-o", ""], "directory is empty"),
+    ],
+)
+def test_a_wrong_option_is_told_as_json_too(run, arguments, message):
+    code, out, err = run(*arguments)
+    assert code == 2 and out == "" and message in err and "usage: codalang" in err
+    code, out, err = run(*arguments, "--json")
+    result = json.loads(out)
+    assert code == 2 and message in err and not result["ok"] and message in result["errors"][0]["message"]
+
+
+def test_more_than_fits_in_memory(run):
+    code, out, err = run("run", "swiglu", "--shape", "M=2147483647,N=2147483646,K=0", "--json")
+    (error,) = json.loads(out)["errors"]
+    assert code == 1 and error["argument"] == "--shape" and "not enough memory for M = 2147483647" in err
+
+
+def test_explain_takes_columns_that_the_program_takes(run, file):
+    path = file(GROUPS)
+    assert run("explain", path)[0] == run("explain", path, "--columns", "192")[0] == 0
+    code, _, err = run("explain", path, "--columns", "96")
+    assert code == 1 and "multiple of 64 columns, got 96" in err
+    assert "multiple of 2 columns" in run("explain", "swiglu", "--columns", "7")[2]
+
+
+@pytest.mark.parametrize("command", [["compile"], ["grad"], ["emit"], ["explain"], ["run"]])
+def test_a_file_without_epilogues(run, file, command):
+    path = file("fn double(x) = x * 2\n")
+    code, out, err = run(*command, path)
+    assert (code, out) == (1, "") and f"{path} defines no epilogues" in err
+    assert run("check", path)[0] == 0
+
+
+def test_an_empty_name_of_a_program(run):
+    for command in ("check", "grad", "run"):
+        code, out, err = run(command, "")
+        assert (code, out) == (1, "") and "empty" in err
+
+
+def test_fmt_as_json_is_one_object(run, file):
+    path = file(UGLY)
+    for option in ("--check", "--diff"):
+        code, out, _ = run("fmt", option, "--json", path)
+        result = json.loads(out)
+        assert code == 1 and result["ok"] is False and result["changed"] == [str(path)] and path.read_text() == UGLY
+        assert [s["text"].startswith("--- ") for s in result["shown"]] == [True] * (option == "--diff")
+    code, out, _ = run("fmt", "--json", "-", stdin=UGLY)
+    assert code == 0 and json.loads(out)["shown"][0]["text"].startswith("# kept\n")
+    assert json.loads(run("fmt", "--check", "--json", file(GOOD, "good.coda"))[1])["ok"] is True
+
+
+def _shell(command: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """A shell's command line in which `$coda` is the command."""
+    environment = {**os.environ, "coda": f"{sys.executable} -W ignore -m codalang", **environment}
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, env=environment, capture_output=True, input=b"")
+    assert b"Traceback" not in done.stderr and b"Exception ignored" not in done.stderr, done.stderr.decode()
+    return done
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no full device")
+@pytest.mark.parametrize("options", ["", " --json"])
+def test_output_that_cannot_be_written(options):
+    for command in ("grad swiglu", "check swiglu"):
+        full = _shell(f"$coda {command}{options} > /dev/full")
+        assert full.returncode == 1 and b"cannot write to standard output: No space left" in full.stderr
+        closed = _shell(f"$coda {command}{options} >&-")
+        assert closed.returncode == 1 and b"cannot write to standard output" in closed.stderr
+
+
+def test_closed_streams():
+    assert b"standard input: it is closed" in _shell("$coda check - <&-").stderr
+    done = _shell("$coda check no/such.coda --json 2>&-")
+    assert done.returncode == 1 and json.loads(done.stdout)["ok"] is False
+
+
+def test_characters_that_the_encoding_lacks(tmp_path):
+    path = tmp_path / "é.coda"
+    path.write_text("# é\nepilogue f(acc: tile[M, N]) {\n    store y: tile[M, N] = acc\n}\n", encoding="utf-8")
+    done = _shell(f"$coda check '{path}'", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and b"\\xe9.coda: ok" in done.stdout
+    done = _shell(f"$coda fmt - < '{path}'", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and done.stdout == path.read_bytes()
+    assert json.loads(_shell(f"$coda check '{path}' --json", PYTHONIOENCODING="ascii").stdout)["ok"] is True

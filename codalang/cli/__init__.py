@@ -28,32 +28,65 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from codalang import __version__
-from codalang.errors import CodaError
+from codalang.cli.streams import drop_output, ready_streams
+from codalang.errors import CodaCallError, CodaError
 
 OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: the process's) and return its exit code."""
+    ready_streams()
     try:
-        options = _parser().parse_args(arguments)
-    except SystemExit as stop:  # argparse has said what is wrong, or printed the help
-        return stop.code if isinstance(stop.code, int) else USAGE
-    try:
-        code = int(options.command(options))
+        code = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
         return code
-    except CodaError as error:
-        report_errors([error], options.json)
-        return WRONG
     except BrokenPipeError:  # the reader of our output has gone, `head` for instance
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
+        return WRONG
+    except OSError as error:  # a full disk; what cannot be read is a CodaError
+        drop_output()
+        what = error.filename or "standard output"
+        report_errors([CodaError(f"cannot write to {what}: {error.strerror or error}")], as_json=False)
         return WRONG
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Parse and run a command line."""
+    try:
+        options = _parser().parse_args(arguments)
+    except SystemExit as stop:  # argparse has printed the help
+        return stop.code if isinstance(stop.code, int) else USAGE
+    except UsageError as error:
+        print(f"{error.usage}{error}", file=sys.stderr)
+        if "--json" in arguments:
+            print_json(False, errors=[describe(CodaCallError(error.message))])
+        return USAGE
+    try:
+        return int(options.command(options))
+    except CodaError as error:
+        report_errors([error], options.json)
+        return WRONG
+
+
+class UsageError(Exception):
+    """The command line is wrong.  As text it is what argparse prints under the usage."""
+
+    def __init__(self, parser: argparse.ArgumentParser, message: str) -> None:
+        super().__init__(f"{parser.prog}: error: {message}")
+        self.message, self.usage = message, parser.format_usage()
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises what is wrong, so that it can be told as JSON, too."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(self, message)
 
 
 def report_errors(errors: Sequence[CodaError], as_json: bool) -> None:
@@ -95,7 +128,7 @@ def _red(text: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     from codalang.cli import explain, kernels, text, trial
 
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="codalang",
         description="GEMM epilogues as programs, with derived backward kernels.",
         epilog="Exit codes: 0 done; 1 the program or call is wrong; 2 the command line is wrong.",

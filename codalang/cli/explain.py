@@ -19,9 +19,9 @@ from codalang.autodiff import Derivative
 from codalang.cli import OK, add_program, print_json
 from codalang.cli.kernels import COLUMNS, DEPTH, ROWS
 from codalang.cli.programs import chosen, load_program
-from codalang.cli.specs import DTYPES, backward_spec, forward_spec
+from codalang.cli.specs import DTYPES, backward_spec, column_step, forward_spec
 from codalang.cli.text import derived
-from codalang.errors import CodaError
+from codalang.errors import CodaCallError, CodaError
 from codalang.ir.epilogue import Epilogue, State, Store
 from codalang.ir.simplify import simplify
 from codalang.ir.types import Kind
@@ -34,9 +34,17 @@ def add_commands(commands: Any) -> None:
     explain = commands.add_parser("explain", help="what a program moves, keeps and computes, and how it is scheduled")
     add_program(explain)
     explain.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the matmul (default: bf16)")
-    for name, default in (("rows", ROWS), ("columns", COLUMNS), ("depth", DEPTH)):
-        explain.add_argument(f"--{name}", type=int, default=default, help=f"of the matmul (default: {default})")
+    for name, default in (("rows", ROWS), ("columns", None), ("depth", DEPTH)):
+        usual = default or f"{COLUMNS}, or the next multiple that fits"
+        explain.add_argument(f"--{name}", type=_size, default=default, help=f"of the matmul (default: {usual})")
     explain.set_defaults(command=run_explain)
+
+
+def _size(text: str) -> int:
+    size = int(text)
+    if not 0 < size < 2**31:
+        raise argparse.ArgumentTypeError("a size is from 1 to 2**31 - 1")
+    return size
 
 
 def run_explain(options: argparse.Namespace) -> int:
@@ -66,7 +74,14 @@ def _explain(epilogue: Epilogue, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _forward(epilogue: Epilogue, options: argparse.Namespace) -> dict[str, Any]:
-    spec = forward_spec(epilogue, options.dtype, options.rows, options.columns, options.depth)
+    step = column_step(epilogue)
+    columns = options.columns or -(-COLUMNS // step) * step
+    if columns % step:
+        raise CodaCallError(
+            f"`{epilogue.name}` has widths or groups that take a multiple of {step} columns, got {columns}",
+            argument="--columns",
+        )
+    spec = forward_spec(epilogue, options.dtype, options.rows, columns, options.depth)
     return _part(epilogue, spec)
 
 

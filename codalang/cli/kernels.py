@@ -38,8 +38,14 @@ def add_commands(commands: Any) -> None:
     compile_ = commands.add_parser("compile", help="compile to an object for sm_90a")
     add_program(compile_)
     _add_kernel_options(compile_)
-    compile_.add_argument("-o", "--output", metavar="DIR", type=Path, default=Path(), help="where objects go")
+    compile_.add_argument("-o", "--output", metavar="DIR", type=_folder, default=Path(), help="where objects go")
     compile_.set_defaults(command=run_compile)
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("the name of the directory is empty")
+    return Path(text)
 
 
 def _add_kernel_options(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,8 @@ from codalang.sources import resolve
 def read_file(argument: str) -> Source:
     """The source of a file, or of standard input.  Raises CodaError where it cannot be read."""
     if argument == "-":
+        if sys.stdin is None:
+            raise CodaCallError("cannot read from standard input: it is closed", argument="PROGRAM")
         return decode(sys.stdin.buffer.read(), "<stdin>")
     return read_source(argument)
 
@@ -23,6 +25,8 @@ def read_file(argument: str) -> Source:
 def read_program(argument: str) -> Source:
     """The source that an argument means: `-` is standard input, an identifier a name of the standard library, anything
     else a file.  Raises CodaError where there is none."""
+    if not argument:
+        raise CodaCallError("the program is an empty text", argument="PROGRAM", hint="pass a file, - or a name")
     return resolve(argument) if argument.isidentifier() else read_file(argument)
 
 
@@ -36,6 +40,8 @@ def load_program(argument: str) -> Module:
 
 def chosen(module: Module, name: str | None) -> list[Epilogue]:
     """The epilogue of that name, or all.  Raises CodaCallError where there is none."""
+    if not module.epilogues:
+        raise CodaCallError(f"{module.source.name} defines no epilogues", argument="PROGRAM")
     if name is None:
         return list(module.epilogues.values())
     if name in module.epilogues:
@@ -43,7 +49,7 @@ def chosen(module: Module, name: str | None) -> list[Epilogue]:
     have = list(module.epilogues)
     near = difflib.get_close_matches(name, have, n=1)
     raise CodaCallError(
-        f"{module.source.name} defines no epilogue `{name}`; it defines {', '.join(have) or 'none'}",
+        f"{module.source.name} defines no epilogue `{name}`; it defines {', '.join(have)}",
         argument="NAME",
         hint=f"did you mean `{near[0]}`?" if near else None,
     )
@@ -55,8 +61,7 @@ def only(module: Module, name: str | None) -> Epilogue:
     if len(epilogues) == 1:
         return epilogues[0]
     raise CodaCallError(
-        f"{module.source.name} defines {len(epilogues)} epilogues"
-        + (f": {', '.join(e.name for e in epilogues)}" if epilogues else ""),
+        f"{module.source.name} defines {len(epilogues)} epilogues: {', '.join(e.name for e in epilogues)}",
         argument="NAME",
-        hint="say which: write its name after the program" if epilogues else None,
+        hint="say which: write its name after the program",
     )

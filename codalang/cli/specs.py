@@ -12,12 +12,14 @@ A and B are contiguous along K.  Storage dtypes, where the program does not anno
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import attrs
 
 from codalang.autodiff import Derivative
 from codalang.ir.epilogue import Epilogue, Output, Param
+from codalang.ir.ops import OPS
 from codalang.ir.types import Kind
 from codalang.lower.plan import choose
 from codalang.lower.spec import KernelSpec, Operand, loaded_params
@@ -38,6 +40,22 @@ def forward_spec(epilogue: Epilogue, dtype: str, rows: int, columns: int, depth:
         return KernelSpec(epilogue, None, inputs, stores, None)
     spec = KernelSpec(epilogue, Operand(dtype, "k", "k"), inputs, stores, None)
     return attrs.evolve(spec, config=choose(spec, rows, columns, depth))
+
+
+def column_step(epilogue: Epilogue) -> int:
+    """The columns of the matmul are a multiple of this: every width is whole, and groups divide what they are of."""
+    own = epilogue.params[0].type.width if epilogue.accumulator is not None else None
+    widths = [(item.type.width, 1) for item in (*epilogue.params, *epilogue.nodes, *epilogue.outputs)]
+    groups = [
+        (node.type.width, int(node.attr or 1))
+        for node in epilogue.nodes
+        if node.op in OPS and OPS[node.op].attr == "group"
+    ]
+    steps = [1]
+    for width, group in widths + groups:
+        if width is not None:  # columns / own * width is a multiple of the group
+            steps.append((group * (own or 1) / width).numerator)
+    return math.lcm(*steps)
 
 
 def backward_spec(derivative: Derivative, dtype: str) -> KernelSpec:

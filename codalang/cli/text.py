@@ -13,6 +13,7 @@ from typing import Any
 from codalang.autodiff import Derivative, derive
 from codalang.cli import OK, WRONG, add_json, add_program, describe, print_json, report_errors
 from codalang.cli.programs import chosen, load_program, read_file
+from codalang.cli.streams import write_program
 from codalang.errors import CodaError
 from codalang.ir.epilogue import Epilogue
 from codalang.ir.printer import print_epilogue
@@ -75,6 +76,7 @@ def run_fmt(options: argparse.Namespace) -> int:
     """`codalang fmt`: in place, as formatters do; a file that is wrong is left alone."""
     errors: list[CodaError] = []
     changed: list[str] = []
+    shown: list[dict[str, str]] = []
     for program in options.programs:
         try:
             source = read_file(program)
@@ -85,21 +87,25 @@ def run_fmt(options: argparse.Namespace) -> int:
         if text != source.text:
             changed.append(program)
         if options.diff:
-            sys.stdout.writelines(_difference(source.text, text, program))
+            shown.append({"program": program, "text": _difference(source.text, text, program)})
         elif program == "-" and not options.check:
-            sys.stdout.write(text)
+            shown.append({"program": program, "text": text})
         elif text != source.text and not options.check:
             _replace(Path(program), text)
         if not options.json and not options.diff and program != "-" and text != source.text:
             print(f"{'would reformat' if options.check else 'reformatted'} {program}", file=sys.stderr)
+        if shown and not options.json:
+            write_program(shown.pop()["text"])
     report_errors(errors, as_json=False)
+    ok = not errors and not (changed and (options.check or options.diff))
     if options.json:
-        print_json(not errors, changed=changed, errors=[describe(e) for e in errors])
-    return WRONG if errors or (changed and (options.check or options.diff)) else OK
+        print_json(ok, changed=changed, shown=shown, errors=[describe(e) for e in errors])
+    return OK if ok else WRONG
 
 
-def _difference(before: str, after: str, name: str) -> list[str]:
-    return list(difflib.unified_diff(before.splitlines(True), after.splitlines(True), name, f"{name} (formatted)"))
+def _difference(before: str, after: str, name: str) -> str:
+    lines = difflib.unified_diff(before.splitlines(True), after.splitlines(True), name, f"{name} (formatted)")
+    return "".join(lines)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from codalang.cli import OK, WRONG, add_program, print_json
@@ -36,6 +36,9 @@ _FLOOR = 1e-5
 # Beyond this no rounding explains a difference.
 _BOUNDS = {"bf16": 0.25, "f16": 0.03, "f32": 1e-4, "f64": 1e-9}
 
+# Of what torch says where a tensor cannot be allocated, or its size counted.
+_NO_MEMORY = ("allocate memory", "overflow")
+
 
 def add_commands(commands: Any) -> None:
     """Declare the command."""
@@ -45,7 +48,7 @@ def add_commands(commands: Any) -> None:
         "--shape", type=_shape, default={}, metavar="M=..,N=..,K=..", help="sizes by the program's names, and K"
     )
     run.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the tensors (default: bf16)")
-    run.add_argument("--seed", type=int, default=0, help="of the random inputs (default: 0)")
+    run.add_argument("--seed", type=_seed, default=0, help="of the random inputs (default: 0)")
     run.add_argument("--backward", action="store_true", help="gradients as well")
     run.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where there is one"
@@ -57,10 +60,22 @@ def _shape(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, number = part.partition("=")
-        if not equals or not number.strip().isdigit():
+        name, number = name.strip(), number.strip()
+        if not equals or not (number.isascii() and number.isdigit()):
             raise argparse.ArgumentTypeError(f"`{part}` is not NAME=NUMBER")
-        sizes[name.strip()] = int(number)
+        if name in sizes:
+            raise argparse.ArgumentTypeError(f"{name} is given twice")
+        if len(number.lstrip("0")) > 10 or int(number) >= 2**31:
+            raise argparse.ArgumentTypeError(f"{name} must be below 2**31")
+        sizes[name] = int(number)
     return sizes
+
+
+def _seed(text: str) -> int:
+    seed = int(text)
+    if not -(2**63) <= seed < 2**64:
+        raise argparse.ArgumentTypeError("a seed has 64 bits")
+    return seed
 
 
 def run_run(options: argparse.Namespace) -> int:
@@ -74,9 +89,10 @@ def run_run(options: argparse.Namespace) -> int:
     device = options.device if options.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise CodaCallError("there is no CUDA device here", argument="--device")
-    trial = _Trial(EpilogueFunction(epilogue), sizes, options, device)
-    rows = trial.compare()
-    times = trial.times() if device == "cuda" else []
+    with _enough_memory(sizes):
+        trial = _Trial(EpilogueFunction(epilogue), sizes, options, device)
+        rows = trial.compare()
+        times = trial.times() if device == "cuda" else []
     ok = all(row["ok"] for row in rows)
     if options.json:
         print_json(
@@ -85,6 +101,23 @@ def run_run(options: argparse.Namespace) -> int:
     else:
         _print(epilogue, sizes, options.dtype, trial.where, rows, times)
     return OK if ok else WRONG
+
+
+@contextlib.contextmanager
+def _enough_memory(sizes: dict[str, int]) -> Iterator[None]:
+    """Raises CodaCallError where tensors do not fit; torch has no type of its own for that on a CPU."""
+    import torch
+
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not out_of_memory and not any(sign in str(error) for sign in _NO_MEMORY):
+            raise
+        shape = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+        raise CodaCallError(
+            f"there is not enough memory for {shape}", argument="--shape", hint="pass smaller sizes"
+        ) from None
 
 
 def _sizes(epilogue: Epilogue, given: dict[str, int]) -> dict[str, int]:
