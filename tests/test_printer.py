@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from strategies import epilogues
 
 from codalang.ir.build import EpilogueBuilder, canonical, function_of
-from codalang.ir.builtin_states import WELFORD
+from codalang.ir.builtin_states import BUILTIN_STATES, WELFORD
 from codalang.ir.epilogue import Epilogue, Keep
 from codalang.ir.ops import OPS
 from codalang.ir.printer import print_epilogue, print_module, print_number, print_state
@@ -165,6 +165,14 @@ def test_a_module_prints_each_of_its_states() -> None:
     again = parse(print_module(module))
     assert again.epilogues == module.epilogues
     assert again.states == module.states | {"welford_2": WELFORD}
+
+
+def test_every_value_that_a_transform_folds_has_its_name_before() -> None:
+    b = EpilogueBuilder("e", ("M", "N"))
+    x = b.param("x", tile())
+    b.state(("v", "i"), [x, b.op("col_index", hint="column")], COL, BUILTIN_STATES["argmax"])
+    text = round_trip(b.finish())
+    assert "    let column = col_index()\n    state (v, i): col[M] = argmax(x, column)\n" in text
 
 
 def test_results_of_a_transform_are_one_statement_where_they_stand_together() -> None:

@@ -215,7 +215,7 @@ def _continues(last: Output, output: Output) -> bool:
     """Can a result of a state stand in the same statement as the one before it?"""
     if not (isinstance(last, State) and isinstance(output, State)):
         return False
-    same_dtype = last.dtype == output.dtype and (output.dtype is None or last.type.dtype is output.type.dtype)
+    same_dtype = last.dtype == output.dtype  # annotated for numbers or for indices, never for both
     same_shape = (last.type.kind, last.type.width) == (output.type.kind, output.type.width)
     same_fold = last.values == output.values and last.definition == output.definition
     return same_dtype and same_shape and same_fold and last.result < output.result
