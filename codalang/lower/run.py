@@ -19,12 +19,13 @@ import torch
 
 from codalang.errors import CodaCallError
 from codalang.ir import reference
+from codalang.ir.bind import narrowed
 from codalang.ir.epilogue import Epilogue, Output, Param, Reduce, State
 from codalang.ir.types import Dtype, Kind
 from codalang.lower import plan
 from codalang.lower.codegen import unit
 from codalang.lower.load import function
-from codalang.lower.spec import Config, KernelSpec, Operand, base_width, folds, loaded_params
+from codalang.lower.spec import Config, KernelSpec, Operand, base_width, folds, loaded_params, merge_spec
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -242,7 +243,7 @@ def _gemm_call(
         function(attrs.evolve(spec, config=chosen)),
         (prepare_a, prepare_b, *(prepare for prepare, _ in inputs)),
         2,
-        shape.results(storage, chosen.tile, spec, padded=True),
+        shape.results(storage, chosen.tile, padded=True),
         names,
         (max(1, _sms(a.device) // cluster),),
         a.device,
@@ -271,7 +272,7 @@ def _hosted_call(shape: _Shape, values: list[Value], storage: Mapping[str, torch
         aligned,
     )
     tile = (plan.HOSTED_ROWS, 32 * plan.hosted_run(aligned))
-    results = shape.results(storage, tile, spec, padded=aligned)
+    results = shape.results(storage, tile, padded=aligned)
     prepare = tuple(prepare for prepare, _ in inputs)
     names = tuple(o.name for o in epilogue.outputs)
     return _Call(function(spec), prepare, 0, results, names, (shape.m, n), shape.device)
@@ -338,7 +339,7 @@ class _Shape:
             if name and tuple(value.shape) == self.of(param):
                 if param.type.kind is not Kind.TILE:
                     return _chain(None if value.is_contiguous() else torch.Tensor.contiguous, _as_bytes(name)), name
-                narrow = torch.Tensor.int if name == "i64" else None
+                narrow = narrowed if name == "i64" else None
                 if narrow:  # a tile of 8-byte elements would be as wide as two of f32
                     value, name = torch.empty(value.shape, dtype=torch.int32, device="meta"), "i32"
                 return _chain(narrow, _as_bytes(name), (_addressable if pad else _unit_stride)(value)), name
@@ -357,7 +358,7 @@ class _Shape:
         )
 
     def results(
-        self, storage: Mapping[str, torch.dtype], tile: tuple[int, int], spec: KernelSpec, *, padded: bool
+        self, storage: Mapping[str, torch.dtype], tile: tuple[int, int], *, padded: bool
     ) -> tuple[_Result, ...]:
         """Results in the order of the kernel's signature, for a grid of such tiles."""
         found = []
@@ -374,7 +375,7 @@ class _Shape:
             is_scalar = vector.type.kind is Kind.SCALAR
             found.append(_Result((vector.name,), (buffer,), _only if is_scalar else _first, (storage[vector.name],)))
         tiles_m, tiles_n = -(-self.m // tile[0]), -(-self.n // tile[1])
-        for index, group in enumerate(folds(self.epilogue)):
+        for group in folds(self.epilogue):
             kind, width = group[0].type.kind, group[0].type.width
             shape = {
                 Kind.COL: (tiles_n, self.m),
@@ -382,21 +383,19 @@ class _Shape:
                 Kind.SCALAR: (tiles_m, tiles_n),
             }[kind]
             dtypes = tuple(storage[o.name] for o in group)
-            finish, carried = self._fold(spec, index, group, kind)
+            finish, carried = self._fold(group, kind)
             buffers = tuple(_Buffer(shape, dtype) for dtype in carried)
             found.append(_Result(tuple(o.name for o in group), buffers, finish, dtypes))
         return tuple(found)
 
-    def _fold(
-        self, spec: KernelSpec, index: int, group: tuple[Reduce | State, ...], kind: Kind
-    ) -> tuple[Finish, tuple[torch.dtype, ...]]:
+    def _fold(self, group: tuple[Reduce | State, ...], kind: Kind) -> tuple[Finish, tuple[torch.dtype, ...]]:
         """How a reduction's partials are merged, and the dtypes of what it carries."""
         first = group[0]
         if isinstance(first, Reduce):
             return _MERGES[first.how, kind is Kind.SCALAR], (torch.float32,)
         dtypes = tuple(RESULT_DTYPES[dtype.value] for _, dtype in first.definition.carried)
         all_results = tuple(dtype.value for _, dtype in first.definition.results)
-        merge = function(attrs.evolve(spec, merge=index))
+        merge = function(merge_spec(first))
         chosen = [o.result for o in group if isinstance(o, State)]
         results = [RESULT_DTYPES[name] for name in all_results]
 

@@ -16,7 +16,9 @@ from fractions import Fraction
 import attrs
 
 from codalang.errors import CodaUnsupportedError
+from codalang.ir.build import EpilogueBuilder
 from codalang.ir.epilogue import Epilogue, Output, Param, Reduce, State, Store
+from codalang.ir.types import Dtype, Kind, ValueType
 
 DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i32": 4, "i64": 8, "bool": 1}
 
@@ -121,6 +123,21 @@ def relative_width(epilogue: Epilogue, item: Param | Output) -> Fraction:
             "derived backward, that mixes N/2 with 2*N runs on the reference",
         )
     return relative
+
+
+def merge_spec(state: State) -> KernelSpec:
+    """The kernel that merges the partials of a transform: the same for every epilogue that has it."""
+    definition, kind = state.definition, state.type.kind
+    builder = EpilogueBuilder(f"merge_{definition.name}", ("M", "N"))
+    storage = {Dtype.F32: "f32", Dtype.I32: "i32", Dtype.BOOL: "bool"}
+    inputs = [storage[dtype] for _, dtype in definition.inputs]
+    values = [
+        builder.param(name, ValueType(Kind.TILE, Fraction(1), dtype), annotated)
+        for (name, dtype), annotated in zip(definition.inputs, inputs, strict=True)
+    ]
+    result = ValueType(kind, Fraction(1) if kind.has_columns else None)
+    builder.state([name for name, _ in definition.results], values, result, definition)
+    return KernelSpec(builder.finish(), None, tuple(inputs), (), None, merge=0)
 
 
 def folds(epilogue: Epilogue) -> tuple[tuple[Reduce | State, ...], ...]:
