@@ -403,3 +403,11 @@ def test_groups_that_do_not_fit_are_named() -> None:
     text = "epilogue wide(acc: tile[M, N]) { store y: tile[M, N] = acc * group_sum(acc * acc, 1024) }"
     with pytest.raises(CodaUnsupportedError, match="groups of 1024 columns"):
         plan.choose(spec_of(parse(text).epilogues["wide"], Operand("bf16", "k", "k")), 4096, 4096, 4096)
+
+
+def test_a_target_of_64_bits_is_narrowed_to_the_nearest(tmp_path):
+    """Truncated, 2**32 + 3 would be column 3."""
+    e = parse(FULL["cross_entropy"]).epilogues["cross_entropy"]
+    spec = KernelSpec(e, None, ("f32", "i64"), (), None)
+    ptx = compile_object(spec, tmp_path / "kernel.o", keep_ptx=True).ptx
+    assert re.search(r"max\.s64\s+%rd\d+, %rd\d+, -2147483648;\s+min\.s64\s+%rd\d+, %rd\d+, 2147483647;", ptx)

@@ -871,3 +871,20 @@ def test_every_kind_of_type_has_a_shape() -> None:
             b.reduce("y", value, type_)
         inputs = {"acc": torch.zeros(3, 4), "x": torch.ones(shape)}
         assert tuple(run(b.finish(), inputs)["y"].shape) == shape
+
+
+def test_a_target_of_more_than_32_bits_is_no_column():
+    """It does not wrap around to one: 2**32 + 3 is not column 3."""
+    e = parse(
+        "epilogue f(acc: tile[M, N], t: col[M]: i64, u: tile[M, N]: i64, s: scalar: i64) {\n"
+        "    reduce hit: col[M] = sum(where(col_index() == t, acc, 0))\n"
+        "    reduce least: col[M] = min(where(u < 0, -1, 1))\n"
+        "    reduce late: col[M] = sum(where(col_index() > s, acc, 0))\n}\n"
+    ).epilogues["f"]
+    t = torch.tensor([2**32 + 3, -(2**32) + 1, 3, 2**63 - 1, -(2**63), -100])
+    u = torch.tensor([[2**31, 2**32 - 1, 2**63 - 1, 0], [-(2**31) - 1, 0, 0, 0]]).repeat(3, 1)
+    for s in (2**32, torch.tensor(2**32)):
+        got = run(e, {"acc": torch.ones(6, 4), "t": t, "u": u, "s": s})
+        assert got["hit"].tolist() == [0, 0, 1, 0, 0, 0]
+        assert got["least"].tolist() == [1, -1] * 3
+        assert got["late"].tolist() == [0] * 6

@@ -51,9 +51,18 @@ def bind(
     whole = Context(dtype, device, range(bound[0]), range(bound[1]))
     values = {}
     for param in epilogue.params:
-        value = tensors[param.name].to(device=device, dtype=whole.torch_dtype(param.type.dtype))
+        value = tensors[param.name].to(device=device)
+        if value.dtype is torch.int64:
+            value = narrowed(value)
+        value = value.to(whole.torch_dtype(param.type.dtype))
         values[param.name] = value.unsqueeze(1) if param.type.kind is Kind.COL else value
     return Call(values, whole)
+
+
+def narrowed(index: Tensor) -> Tensor:
+    """int64 as int32.  What does not fit becomes the nearest that does, so that it stays the index of no column."""
+    bounds = torch.iinfo(torch.int32)
+    return index.clamp(bounds.min, bounds.max).int()
 
 
 def _check_names(epilogue: Epilogue, inputs: Collection[str]) -> None:

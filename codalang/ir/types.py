@@ -13,7 +13,8 @@ The kinds are the ways a value can vary over one GEMM output of shape [M, N]:
 A col or a scalar has no columns of its own, hence no width (None).
 
 In registers a value is f32, i32 for an index or a target, or bool for a mask.  *Storage* dtypes belong to the tensors
-an epilogue loads and stores: bf16, f16 and f32 are widened to f32; i32 and i64 are i32 in registers, bool is bool.
+an epilogue loads and stores: bf16, f16 and f32 are widened to f32; i32 and i64 are i32 in registers (an i64 that
+does not fit is the nearest that does), bool is bool.
 None stands for "the floating dtype of the tensor passed at the call".
 """
 

@@ -7,7 +7,7 @@ can be computed by hand where it costs one instruction.
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from codalang.lower.body import Fold
 from codalang.lower.device import Registers, choose
@@ -17,7 +17,7 @@ CUTE_DTYPES = {
     "f16": cutlass.Float16,
     "f32": cutlass.Float32,
     "i32": cutlass.Int32,
-    "i64": cutlass.Int64,
+    "i64": Int64,
     "bool": cutlass.Uint8,  # torch's bool is a byte
 }
 
@@ -34,7 +34,13 @@ def widened(value: Any) -> Any:
     """A stored element in its register dtype: f32, i32, or a mask."""
     if isinstance(value, cutlass.Uint8):
         return value != 0
-    return value.to(Int32 if isinstance(value, Int32 | cutlass.Int64) else Float32)
+    if isinstance(value, Int64):  # what does not fit must not become the index of some column
+        value = choose(value < Int64(_LEAST), Int64(_LEAST), value)
+        value = choose(value > Int64(_MOST), Int64(_MOST), value)
+    return value.to(Int32 if isinstance(value, Int32 | Int64) else Float32)
+
+
+_LEAST, _MOST = -(2**31), 2**31 - 1  # of an i32
 
 
 def as_word(value: Any) -> Any:
