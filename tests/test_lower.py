@@ -66,7 +66,7 @@ def stdlib_epilogue(path: Path) -> Epilogue:
 
 def _lift(name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
     """An op of the reference on tuples of registers; a static attribute comes as a last argument."""
-    function = evaluate.OP_FUNCTIONS[name]
+    function = {**evaluate.OP_FUNCTIONS, "float": torch.Tensor.double}[name]
 
     def lifted(*operands: Any) -> tuple[torch.Tensor, ...]:
         registers = [o for o in operands if isinstance(o, tuple)]
