@@ -184,6 +184,8 @@ class Tape:
         self.dtypes = tuple(v.dtype if isinstance(v, Tensor) else plan.compute for v in values)
         self._shapes = tuple(v.shape if isinstance(v, Tensor) else torch.Size() for v in values)
         self._device = next(v.device for v in values if isinstance(v, Tensor))
+        # No rows, or no columns; an extent that is a symbol is not 0.
+        self._empty = any(isinstance(e, int) and e == 0 for e in (plan.rows, plan.columns))
         self._steps: dict[tuple[Flags, Flags], Step] = {}
 
     def zeros(self, slot: int) -> Tensor:
@@ -211,11 +213,6 @@ class Tape:
         if self._empty and all(self._outlasts(i) for i, there in enumerate(present) if there):
             return rows or 1, columns or 1
         return rows, columns
-
-    @property
-    def _empty(self) -> bool:
-        """No rows, or no columns.  An extent that is a symbol is not 0."""
-        return any(isinstance(e, int) and e == 0 for e in (self.plan.rows, self.plan.columns))
 
     def _outlasts(self, index: int) -> bool:
         """Is an output a stored vector that has no empty axis?"""
