@@ -888,3 +888,11 @@ def test_a_target_of_more_than_32_bits_is_no_column():
         assert got["hit"].tolist() == [0, 0, 1, 0, 0, 0]
         assert got["least"].tolist() == [1, -1] * 3
         assert got["late"].tolist() == [0] * 6
+
+
+def test_a_number_that_is_too_large_is_refused():
+    e = parse("epilogue f(s: scalar, i: scalar: i64) {\n    store y: scalar = s * float(i)\n}\n").epilogues["f"]
+    for inputs, argument in (({"s": 10**400, "i": 1}, "s"), ({"s": 1, "i": 10**30}, "i")):
+        with pytest.raises(CodaCallError, match="an int that is too large") as caught:
+            run(e, inputs, extents=(1, 1))
+        assert caught.value.argument == argument

@@ -18,7 +18,8 @@ PROGRAM is a file, `-` for standard input, or a name of the standard library.
 | 130       | interrupted                                                                                 |
 
 Results go to standard output, errors (with the line and a caret) to standard error.  With `--json` standard output is
-one JSON object: `{"ok": true, ...}`, or `{"ok": false, "errors": [...]}`.
+one JSON object: `{"ok": true, ...}`, or `{"ok": false, "errors": [...]}`, also where the
+command line is wrong.
 """
 
 from __future__ import annotations

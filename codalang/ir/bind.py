@@ -88,9 +88,14 @@ def _as_tensor(epilogue: Epilogue, param: Param, value: Tensor | float) -> Tenso
     numbers = _NUMBERS[param.type.dtype]
     if not isinstance(value, Tensor):
         if param.type.kind is Kind.SCALAR and isinstance(value, numbers.python) and not numbers.refuses(value):
-            return torch.tensor(value, dtype=numbers.exact)
+            try:
+                return torch.tensor(value, dtype=numbers.exact)
+            except (OverflowError, RuntimeError, ValueError):  # which one depends on the dtype and on torch's version
+                got = f"an {type(value).__name__} that is too large"
+        else:
+            got = type(value).__name__
         raise CodaCallError(
-            f"`{param.name}` of `{epilogue.name}` is {wanted}, got {type(value).__name__}",
+            f"`{param.name}` of `{epilogue.name}` is {wanted}, got {got}",
             param.loc,
             argument=param.name,
         )
