@@ -268,8 +268,8 @@ def test_scalar_as_number_and_as_tensor_agree() -> None:
     assert all(torch.equal(x, y) for x, y in zip(as_tensors, as_number, strict=True))
 
 
-def test_indices_and_masks_in_a_cuda_graph_without_synchronization() -> None:
-    """Integers and truth values given as numbers, too; indices come out, and maxima and transforms are merged."""
+def _full_language_step() -> Callable[[], list[Tensor]]:
+    """Calls and gradients with indices, masks, groups, maxima and transforms; integers given as numbers, too."""
     inputs = {name: leaves(name, SMALL, torch.bfloat16) for name in ("every_index", "every_group", "every_state")}
     inputs["every_index"] |= {"base": 3, "on": True}
     functions = {name: call_function(name) for name in inputs}
@@ -283,13 +283,28 @@ def test_indices_and_masks_in_a_cuda_graph_without_synchronization() -> None:
             results += [*outputs, *torch.autograd.grad(floats, wanted, [torch.ones_like(y) for y in floats])]
         return results
 
+    return step
+
+
+def test_the_full_language_repeats_bitwise() -> None:
+    step = _full_language_step()
+    assert [bool(torch.equal(one, two)) for one, two in zip(step(), step(), strict=True)].count(False) == 0
+
+
+def test_the_full_language_does_not_synchronize() -> None:
+    step = _full_language_step()
     step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        expected = step()
+        step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_full_language_in_a_cuda_graph() -> None:
+    step = _full_language_step()
+    expected = step()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
