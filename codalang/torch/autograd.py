@@ -47,6 +47,12 @@ class Operator:
     epilogue: Epilogue
     on_gemm: bool
     _derivatives: dict[Any, Derivative] = attrs.field(factory=dict, init=False)
+    _derived: dict[tuple[Epilogue, bool], Operator] = attrs.field(factory=dict, init=False)
+
+    def derived(self, epilogue: Epilogue, on_gemm: bool) -> Operator:
+        """The operator of an epilogue that was derived from this one: the same for all extents, so that a new shape
+        derives nothing, and finds its kernels by identity."""
+        return self._derived.setdefault((epilogue, on_gemm), Operator(epilogue, on_gemm))
 
     def derivative(
         self, wrt: frozenset[str], cotangents: frozenset[str], kept: frozenset[Load] | None = None
@@ -162,7 +168,7 @@ class Tape:
         first = operator.derivative(operator.wanted(requires), names)
         self._first = first
         # Where nothing is saved the operator stays: a kernel is found fastest by an epilogue that is the same object.
-        self.operator = Operator(first.forward, operator.on_gemm) if first.saved else operator
+        self.operator = operator.derived(first.forward, operator.on_gemm) if first.saved else operator
         self.job = plan.job_that_saves(first.forward, first.saved) if first.saved else plan.job
         self.outputs = {o.name: i for i, o in enumerate(self.operator.epilogue.outputs)}
         self.visible = len(operator.epilogue.outputs)
@@ -270,7 +276,7 @@ class Step:
         self._tape = tape
         self._plan = None
         if self._computed:
-            hosted = Operator(backward, on_gemm=False)
+            hosted = operator.derived(backward, on_gemm=False)
             extents = tape.extents_for(present)
             self._plan = Plan(hosted, *extents, plan.compute, plan.default, self._dtypes())
 
