@@ -33,7 +33,7 @@ from codalang.lower import load, plan
 from codalang.lower.body import Fold
 from codalang.lower.codegen import generate
 from codalang.lower.compile import Report, compile_object
-from codalang.lower.spec import KernelSpec, Operand, base_width, folds, loaded_params, relative_width
+from codalang.lower.spec import KernelSpec, Operand, base_width, folds, loaded_params, merge_spec, relative_width
 from codalang.parser import parse
 
 # One of each shape of kernel: gated, vectors in and out, several tiles.  test_stdlib covers the whole library.
@@ -411,3 +411,27 @@ def test_a_target_of_64_bits_is_narrowed_to_the_nearest(tmp_path):
     spec = KernelSpec(e, None, ("f32", "i64"), (), None)
     ptx = compile_object(spec, tmp_path / "kernel.o", keep_ptx=True).ptx
     assert re.search(r"max\.s64\s+%rd\d+, %rd\d+, -2147483648;\s+min\.s64\s+%rd\d+, %rd\d+, 2147483647;", ptx)
+
+
+def test_conditions_on_literals_compile(tmp_path: Path) -> None:
+    """What the simplifier leaves of them, or nobody simplified: the DSL takes no Python value for a condition."""
+    text = """
+state counted(x) {
+    carry n: i32 = 0, s = 0
+    update { return (n + 1, where(n > 3, s + x, s)) }
+    merge { return (a_n + b_n, where(a_n > b_n, a_s, a_s + b_s)) }
+    finalize (s) = (s)
+}
+epilogue e(acc: tile[M, N]) {
+    store y: tile[M, N] = where(1 < 2 and not (0.5 > 1), acc * float(true), max(1, 2))
+    store z: tile[M, N] = where(acc > 0 or true, where(not false, acc, 1), where(true and acc < 1, 1, 2))
+    state s: col[M] = counted(acc)
+    state r: row[N] = counted(where(true, 1, 2))
+}"""
+    epilogue = parse(text).epilogues["e"]
+    for operand in (Operand("bf16", "k", "k"), None):
+        spec = spec_of(epilogue, operand)
+        if operand:
+            spec = attrs.evolve(spec, config=plan.choose(spec, 512, 512, 512))
+        assert compile_object(spec, tmp_path / "kernel.o").spill_bytes == 0
+    compile_object(merge_spec(epilogue.states[0]), tmp_path / "merge.o")

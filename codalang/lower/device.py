@@ -53,8 +53,9 @@ def choose(condition: Any, a: Any, b: Any) -> Any:
 
 def constant(value: float | int | bool) -> Registers:
     """A literal: a float, an i32 or a mask."""
-    kinds = {bool: Boolean, int: Int32, float: Float32}
-    return (kinds[type(value)](value),)
+    kind = {bool: Boolean, int: Int32, float: Float32}[type(value)]
+    # through its IR value: the DSL would compute with a Python number itself, and a comparison of two is no condition
+    return (kind(kind(value).ir_value()),)
 
 
 def even(x: Registers) -> Registers:

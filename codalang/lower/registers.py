@@ -10,7 +10,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from codalang.lower.body import Fold
-from codalang.lower.device import Registers, choose
+from codalang.lower.device import Registers, choose, constant
 
 CUTE_DTYPES = {
     "bf16": cutlass.BFloat16,
@@ -101,8 +101,8 @@ def finalize(fold: Fold, carried: tuple) -> tuple:
 
 def initial(fold: Fold) -> tuple:
     """The carried values of nothing."""
-    kinds = {"f32": Float32, "i32": Int32}
-    return tuple(kinds[dtype](value) for dtype, value in zip(fold.dtypes, fold.initial, strict=True))
+    kinds = {"f32": float, "i32": int}
+    return tuple(constant(kinds[dtype](value))[0] for dtype, value in zip(fold.dtypes, fold.initial, strict=True))
 
 
 def fold_lanes(fold: Fold, carried: tuple, offsets: tuple[int, ...]) -> tuple:
