@@ -95,7 +95,9 @@ def _assert_results(got: dict[str, Tensor], truth: dict[str, Tensor], dtype: tor
         assert value.is_contiguous()
         assert value.dtype is dtypes.get(name, torch.float32)
         unit = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[value.dtype]
-        assert (value.double() - truth[name]).norm() <= unit * truth[name].norm(), name
+        # the total may cancel: it is measured by the size that a sum of its terms with random signs would have
+        size = truth["double"][:, ::2].norm() if name == "total" else truth[name].norm()
+        assert (value.double() - truth[name]).norm() <= unit * size, name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
