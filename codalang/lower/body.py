@@ -12,6 +12,10 @@ from typing import Any
 
 import attrs
 
+# Ops that only the host can do, for it knows where a register lies: methods of the object that `Epilogue.apply` is
+# given, where the others are functions of registers.
+HOST_OPS = ("row_index", "col_index", "group_sum", "group_max")
+
 
 @attrs.frozen
 class Input:

@@ -24,12 +24,11 @@ from fractions import Fraction
 from codalang.ir.epilogue import Epilogue, Node, State
 from codalang.ir.ops import OPS
 from codalang.ir.states import Function, StateDef
+from codalang.lower.body import HOST_OPS
 from codalang.lower.spec import KernelSpec, base_width, folds, loaded_params, relative_width
 
 # Functions of `device` that need no lifting from registers to tuples.
 _STRUCTURAL = ("even", "odd", "join")
-# Ops that only the host can do: it knows where a register lies.  Written as methods of `host`.
-_OF_HOST = ("row_index", "col_index", "group_sum", "group_max")
 _MODULE_NAMES = ("constant", "device", "host", "Fold", "Input", "Partial", "Tile", "Vector", "Epilogue", "Fraction")
 
 
@@ -110,7 +109,7 @@ def _partial(epilogue: Epilogue, states: dict[StateDef, str], group: tuple) -> s
 
 
 def _op_lines(nodes: Iterable[Node]) -> list[str]:
-    used = sorted({n.op for n in nodes if n.op in OPS and n.op not in _OF_HOST})
+    used = sorted({n.op for n in nodes if n.op in OPS and n.op not in HOST_OPS})
     return [
         f"{function_name(op)} = device.{op}" if op in _STRUCTURAL else f'{function_name(op)} = device.apply_op("{op}")'
         for op in used
@@ -164,7 +163,7 @@ def _expression(node: Node, names: Sequence[str], base: Fraction) -> str:
     if node.op == "const":
         return f"constant({_literal(node.attr)})"
     arguments = [names[a] for a in node.args]
-    if node.op in _OF_HOST:
+    if node.op in HOST_OPS:
         # the host needs to know how many registers of such a width one thread holds for two accumulator columns
         arguments += [repr(node.attr)] if node.attr is not None else []
         arguments += [str(int(2 * node.type.width / base))] if node.type.width is not None else []

@@ -2,7 +2,7 @@
 
 A value in a generated kernel is a tuple of registers: the columns that one thread holds of a row.  A col or a scalar
 has one, which broadcasts.  Each function below applies one op of `ir.ops.OPS` to such tuples; `DEVICE_OPS` is the
-table.  What depends on where a register lies in the output (indices, groups of columns) is the host's: see `HOST_OPS`.
+table.  What depends on where a register lies in the output (indices, groups) is the host's: see `body.HOST_OPS`.
 
 Transcendental functions use the hardware's approximations, within 2 ulp of f32 where not said otherwise:
 
@@ -200,10 +200,6 @@ DEVICE_OPS: dict[str, Callable[..., Any]] = {
     "float": _float,
     "stop_gradient": lambda a: a,
 }
-
-
-# Methods of the host object that `Epilogue.apply` is given, instead of functions of registers.
-HOST_OPS = ("row_index", "col_index", "group_sum", "group_max")
 
 
 def apply_op(name: str) -> Callable[..., Registers]:

@@ -21,6 +21,7 @@ from cutlass.cute.nvgpu import cpasync
 from codalang.lower import device
 from codalang.lower.body import Partial
 from codalang.lower.device import Registers
+from codalang.lower.plan import CONSUMER_WARPS
 from codalang.lower.registers import (
     CUTE_DTYPES,
     as_word,
@@ -37,7 +38,6 @@ from codalang.lower.registers import (
     widened,
 )
 
-CONSUMER_WARPS = 8
 SAME_ROW = (1, 2)  # lane bits that differ within a row of the accumulator
 SAME_COLUMN = (4, 8, 16)  # lane bits that differ within a column
 

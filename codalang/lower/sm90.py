@@ -40,14 +40,14 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from codalang.lower.body import Input, Partial, Tile
-from codalang.lower.epilogue_loop import CONSUMER_WARPS, epilogue_of
+from codalang.lower.epilogue_loop import epilogue_of
+from codalang.lower.plan import CONSUMER_WARPS, SLAB_ROWS
 from codalang.lower.registers import CUTE_DTYPES
 from codalang.lower.spec import DTYPE_BYTES, Config
 
 K_TILE = 64  # elements of K per stage: one 128-byte swizzle row of a 16-bit dtype
 THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # per thread; with 128 producer threads they sum to 384 * 168
-SLAB_ROWS = 16  # rows of one warp in a 64-row block of the accumulator
 PANEL_BYTES = 128  # widest shared-memory row that TMA can swizzle
 TEAM_BARRIER = 1  # named barriers 1 and 2: one per team
 TURN_BARRIER = 3  # named barriers 3 and 4: whose mainloop's turn it is
