@@ -1,0 +1,209 @@
+"""The reference interpreter of programs: statement after statement, each epilogue by `reference.run`.
+
+    sizes   the number that each dimension name stands for, from the shapes of the arguments
+    view    a tensor as the matrix or vector that a statement sees
+    run     a program's results
+
+Everything is torch ops, hence differentiable by torch.autograd.  `storage` turns on the rounding mode: the results of
+each statement are rounded as kernels round them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from codalang.errors import CodaCallError
+from codalang.ir import reference
+from codalang.ir.dims import Dim
+from codalang.ir.program import Apply, Matmul, Product, Program, Statement, TensorType, Value, Vector
+from codalang.ir.reference import Storage
+from codalang.ir.types import Dtype, Kind
+
+Number = float | int | bool
+
+
+def sizes(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """The number that each dimension name stands for, by the shape of each parameter that is given.
+
+    Raises CodaCallError where a shape does not fit its declaration, or the shapes leave a name open.
+    """
+    pending = [
+        (param.name, extent, shapes[param.name][axis])
+        for param in program.params
+        if param.name in shapes and _checked_rank(param.name, param.type, shapes[param.name])
+        for axis, extent in enumerate(param.type.shape)
+    ]
+    found: dict[str, int] = {}
+    source: dict[str, str] = {}
+    while pending:
+        open_ = []
+        for name, extent, have in pending:
+            if extent.names <= found.keys():
+                wanted = extent.evaluate(found)
+                if wanted != have:
+                    said = " and ".join(f"{n} = {found[n]} by `{source[n]}`" for n in sorted(extent.names))
+                    raise CodaCallError(
+                        f"`{name}` has an axis of {have} where `{program.name}` declares {extent}"
+                        + (f", and {said}" if said else ""),
+                        argument=name,
+                    )
+            elif (solved := extent.solve(have, found)) is not None:
+                dim, value = solved
+                if value.denominator != 1 or value < 0:
+                    raise CodaCallError(
+                        f"`{name}` has an axis of {have} where `{program.name}` declares {extent}, for which no whole "
+                        f"{dim} fits",
+                        argument=name,
+                    )
+                found[dim], source[dim] = int(value), name
+            else:
+                open_.append((name, extent, have))
+        if len(open_) == len(pending):
+            name, extent, _ = open_[0]
+            missing = ", ".join(sorted(extent.names - found.keys()))
+            raise CodaCallError(f"the shapes do not say what {missing} of `{program.name}` is", argument=name)
+        pending = open_
+    return found
+
+
+def _checked_rank(name: str, type_: TensorType, shape: Sequence[int]) -> bool:
+    if len(shape) != len(type_.shape):
+        raise CodaCallError(f"`{name}` is declared {type_}, got shape {list(shape)}", argument=name)
+    return True
+
+
+def view(tensor: Tensor, type_: TensorType, kind: Kind) -> Tensor:
+    """A value as a statement sees it: the matrix or vector of its type, or the scalar that it is."""
+    if kind is Kind.SCALAR:
+        return tensor
+    ordered = tensor.permute(type_.order)
+    if kind is not Kind.TILE:
+        return ordered.reshape(-1)
+    pair = type_.pair_axis
+    columns = tensor.shape[-1] * (2 if pair is not None and pair == tensor.ndim - 2 else 1)
+    # Rows are counted, not left to reshape, which cannot tell where there are no columns.
+    rows = 1
+    for extent in ordered.shape[: -2 if columns != ordered.shape[-1] else -1]:
+        rows *= extent
+    return ordered.reshape(rows, columns)
+
+
+def unview(tensor: Tensor, type_: TensorType, sizes_: Mapping[str, int]) -> Tensor:
+    """The tensor of a declared shape whose view is `tensor`: undoes `view`."""
+    shape = [int(extent.evaluate(sizes_)) for extent in type_.shape]
+    ordered = tensor.reshape([shape[axis] for axis in type_.order])
+    return ordered.permute(type_.order)  # an exchange of two axes undoes itself
+
+
+def run(
+    program: Program,
+    inputs: Mapping[str, Tensor | Number],
+    *,
+    dtype: torch.dtype = torch.float64,
+    storage: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Run a program on whole matrices.
+
+    Args:
+        program: what to run.
+        inputs: parameters by name, in their declared shapes; scalars with a default may be missing.
+        dtype: what is computed in.
+        storage: dtype that stored tiles without annotation are rounded to; rounds everything else that is stored, too.
+            None: nothing is rounded.
+
+    Returns:
+        The results by name, in the order of the program.
+
+    Raises:
+        CodaCallError: an input is missing or does not fit.
+    """
+    values: dict[str, Tensor] = {}
+    for param in program.params:
+        given = inputs.get(param.name, param.default)
+        if given is None:
+            raise CodaCallError(f"`{param.name}` of `{program.name}` is missing", argument=param.name)
+        floats = param.type.dtype is Dtype.F32
+        values[param.name] = torch.as_tensor(given, dtype=dtype) if floats else torch.as_tensor(given)
+    extents = sizes(program, {name: value.shape for name, value in values.items()})
+    execution = _Execution(dtype, storage, extents, {p.name: p.type for p in program.params}, values)
+    for statement in program.statements:
+        execution.step(statement)
+    return {name: execution.values[name] for name in program.results}
+
+
+@attrs.define
+class _Execution:
+    dtype: torch.dtype
+    storage: torch.dtype | None
+    sizes: dict[str, int]
+    types: dict[str, TensorType]
+    values: dict[str, Tensor]
+
+    def step(self, statement: Statement) -> None:
+        """Run one statement."""
+        steps: dict[type, Callable[..., None]] = {Apply: self._apply, Product: self._product, Vector: self._vector}
+        steps[type(statement)](statement)
+
+    def _apply(self, statement: Apply) -> None:
+        epilogue, host = statement.epilogue, statement.host
+        inputs: dict[str, Tensor | float] = {
+            p.name: self._argument(value, p.type.kind)
+            for p, (_, value) in zip(epilogue.params[host is not None :], statement.inputs, strict=True)
+        }
+        if host is not None:
+            is_matmul = isinstance(host, Matmul)
+            accumulator = self._multiplied(host) if is_matmul else self._argument(host, Kind.TILE)
+            inputs[epilogue.params[0].name] = accumulator
+        m, n = (self._number(extent) for extent in statement.extents)
+        outputs = reference.run(epilogue, inputs, dtype=self.dtype, extents=(m, n), storage=self._storage())
+        for name, output in zip(statement.results, epilogue.outputs, strict=True):
+            if name is not None:
+                extents = ([m] if output.type.kind.has_rows else []) + (
+                    [int(n * output.type.width)] if output.type.width is not None else []
+                )
+                self._define(name, outputs[output.name], [Dim.of(e) for e in extents], output.type.dtype)
+
+    def _product(self, statement: Product) -> None:
+        result = self._multiplied(statement.matmul)
+        if self.storage is not None:
+            result = result.to(self.storage).to(self.dtype)
+        self._define(statement.result, result, [Dim.of(e) for e in result.shape], Dtype.F32)
+
+    def _vector(self, statement: Vector) -> None:
+        inputs = {p.name: self._read(p.name, p.type.kind) for p in statement.expression.params}
+        length = self._number(statement.length)
+        outputs = reference.run(
+            statement.expression, inputs, dtype=self.dtype, extents=(1, length), storage=self._storage()
+        )
+        (result,) = outputs.values()
+        self._define(statement.result, result, [Dim.of(e) for e in result.shape], Dtype.F32)
+
+    def _define(self, name: str, value: Tensor, shape: list[Dim], dtype: Dtype) -> None:
+        self.types[name] = TensorType(tuple(shape), dtype)
+        self.values[name] = value.to(self.dtype) if dtype is Dtype.F32 else value
+
+    def _multiplied(self, matmul: Matmul) -> Tensor:
+        a, b = self._argument(matmul.a, Kind.TILE), self._argument(matmul.b, Kind.TILE)
+        assert isinstance(a, Tensor) and isinstance(b, Tensor)
+        return (a.T if matmul.a_transposed else a) @ (b.T if matmul.b_transposed else b)
+
+    def _read(self, name: str, kind: Kind) -> Tensor | float:
+        return self._argument(name, kind) if name in self.values else self._number(Dim.of(name))
+
+    def _argument(self, value: Value, kind: Kind) -> Tensor | float:
+        if isinstance(value, str):
+            return view(self.values[value], self.types[value], kind)
+        return self._number(value) if isinstance(value, Dim) else value
+
+    def _number(self, extent: Dim) -> int:
+        value = extent.evaluate(self.sizes)
+        if value.denominator != 1:
+            raise CodaCallError(f"{extent} is {value}, and an extent is a whole number")
+        return int(value)
+
+    def _storage(self) -> Storage | None:
+        return None if self.storage is None else Storage(self.storage)
