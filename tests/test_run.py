@@ -324,3 +324,102 @@ def test_a_transform_is_merged_by_one_kernel_whoever_has_it(asked: list[KernelSp
     merges = [spec for spec in asked if spec.merge is not None]
     assert len(merges) == 2
     assert len(set(merges)) == 1
+
+
+# ---- buffers of the caller -------------------------------------------------------------------------------------------
+
+ACCUMULATE = parse("epilogue accumulate(acc: tile[M, N], c: tile[M, N]) { store c: tile[M, N] = acc + c }").epilogues[
+    "accumulate"
+]
+
+
+def _buffers(got: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.full_like(value, torch.nan) for name, value in got.items()}
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 8, 4), (7, 24, 7), (130, 258, 40), (300, 1000, 8)])
+def test_results_are_written_into_given_buffers(asked: list[KernelSpec], m: int, n: int, k: int) -> None:
+    a, b = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
+    inputs = _inputs(m, n, torch.bfloat16)
+    fresh = run.gemm(EVERYTHING, a, b, inputs)
+    plain = {"acc": (a.float() @ b.float().T).bfloat16()} | inputs
+    for call, expected in (
+        (lambda out: run.gemm(EVERYTHING, a, b, inputs, out=out), fresh),
+        (lambda out: run.hosted(EVERYTHING, plain, out=out), run.hosted(EVERYTHING, plain)),
+    ):
+        for names in (list(expected), ["double", "total"], ["half", "rows", "columns"]):
+            for _ in range(2):
+                out = {name: buffer for name, buffer in _buffers(expected).items() if name in names}
+                got = call(out)
+                assert all(got[name] is out[name] for name in names)
+                assert list(got) == list(expected)
+                assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+def test_transforms_are_written_into_given_buffers(asked: list[KernelSpec]) -> None:
+    a, b = torch.randn(130, 40).bfloat16(), torch.randn(264, 40).bfloat16()
+    inputs = _language_inputs(130, 264)
+    expected = run.gemm(LANGUAGE, a, b, inputs)
+    out = {name: value.clone().fill_(-7) for name, value in expected.items()}
+    got = run.gemm(LANGUAGE, a, b, inputs, out=out)
+    assert all(got[name] is out[name] and torch.equal(got[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [256, 250])
+def test_an_input_is_accumulated_into_in_place(asked: list[KernelSpec], dtype: torch.dtype, n: int) -> None:
+    a, b = torch.randn(40, 130).bfloat16().T, torch.randn(40, n).bfloat16().T
+    c = torch.randn(130, n).to(dtype)
+    truth, address = a.double() @ b.double().T + c.double(), c.data_ptr()
+    got = run.gemm(ACCUMULATE, a, b, {"c": c}, dtypes={"c": dtype}, out={"c": c})["c"]
+    assert got is c and got.data_ptr() == address
+    assert torch.equal(got, truth.to(dtype))
+    assert (asked[0].operand.a_major, asked[0].operand.b_major) == (
+        "mn",
+        "mn" if n == 256 else asked[0].operand.b_major,
+    )
+    hosted = run.hosted(ACCUMULATE, {"acc": c.clone(), "c": c}, out={"c": c})["c"]
+    assert hosted is c and torch.equal(hosted, 2 * truth.to(dtype))
+
+
+def test_buffers_that_do_not_fit_are_refused(asked: list[KernelSpec]) -> None:
+    a, b, c = torch.randn(16, 8).bfloat16(), torch.randn(64, 8).bfloat16(), torch.randn(16, 64).bfloat16()
+    two = parse(
+        "epilogue two(acc: tile[M, N], c: tile[M, N], r: row[N]) { store x: tile[M, N] = acc + c * r\n"
+        "store y: tile[M, N] = acc * c }"
+    ).epilogues["two"]
+    r, shared = torch.randn(64).bfloat16(), torch.randn(20, 64).bfloat16()
+    for out, message in (
+        ({"z": c}, "`two` has no output `z`; it has x, y"),
+        ({"x": c[:, :32]}, r"bfloat16 tensor of shape \[16, 64\]"),
+        ({"x": c.T.contiguous().T}, r"contiguous .* got torch.bfloat16 \[16, 64\] with strides \[1, 16\]"),
+        ({"x": c.float()}, "got torch.float32"),
+        ({"x": shared[:16], "y": shared[1:17]}, "the buffers for `x` and `y` share memory"),
+    ):
+        with pytest.raises(CodaCallError, match=message) as caught:
+            run.gemm(two, a, b, {"c": c, "r": r}, out=out)
+        assert caught.value.argument == "out"
+    # a shifted view of the input, an operand, and a vector of the buffer's own memory
+    flat = torch.randn(16 * 64 + 64).bfloat16()
+    x, late = flat[: 16 * 64].view(16, 64), flat[8 : 8 + 16 * 64].view(16, 64)
+    for given, name in (
+        ((a, b, {"c": late, "r": r}), "c"),
+        ((x[:, :8], b, {"c": c, "r": r}), "a"),
+        ((a, flat[512:1024].view(64, 8), {"c": c, "r": r}), "b"),
+        ((a, b, {"c": c, "r": flat[960:1024]}), "r"),
+    ):
+        for _ in range(2):
+            with pytest.raises(CodaCallError, match=f"shares memory with `{name}`, which the kernel reads"):
+                run.gemm(two, *given, out={"x": x})
+    # no kernel reads what is copied before it
+    run.gemm(two, a, b, {"c": x.view(64, 16).T, "r": r}, out={"x": x})
+
+
+def test_of_nothing_a_parameter_that_is_not_used_may_be_missing(asked: list[KernelSpec]) -> None:
+    got = run.gemm(LANGUAGE, torch.randn(0, 4).bfloat16(), torch.randn(8, 4).bfloat16(), _language_inputs(0, 8))
+    assert got["y"].shape == (0, 8)
+    inputs = {"acc": torch.randn(8, 0).bfloat16()} | _language_inputs(8, 0)
+    assert run.hosted(LANGUAGE, inputs)["high"].shape == (8,)
+    del inputs["target"]
+    with pytest.raises(CodaCallError, match="target"):
+        run.hosted(LANGUAGE, inputs)

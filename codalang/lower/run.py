@@ -10,7 +10,7 @@ minima by torch's own reduction, stateful transforms by a small kernel (`merge`)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -23,6 +23,7 @@ from codalang.ir.bind import narrowed
 from codalang.ir.epilogue import Epilogue, Output, Param, Reduce, State
 from codalang.ir.types import Dtype, Kind
 from codalang.lower import plan
+from codalang.lower.buffers import Read, Written, check_sharing, span
 from codalang.lower.codegen import unit
 from codalang.lower.load import function
 from codalang.lower.spec import Config, KernelSpec, Operand, base_width, folds, loaded_params, merge_spec
@@ -47,6 +48,7 @@ def gemm(
     inputs: Mapping[str, torch.Tensor | float],
     *,
     dtypes: Mapping[str, torch.dtype] | None = None,
+    out: Mapping[str, torch.Tensor] | None = None,
     config: Config | None = None,
 ) -> dict[str, torch.Tensor]:
     """The epilogue on acc = a @ b.T.
@@ -58,22 +60,25 @@ def gemm(
         inputs: the other parameters by name; tiles [M, w*N], rows [w*N], cols [M], scalars as numbers or one-element
             tensors.  Parameters that the epilogue does not use may be missing.
         dtypes: storage dtypes of outputs; default: the annotation, else a's dtype (reductions: f32).
+        out: buffers for some of the outputs, contiguous; see `buffers.py` for what they may share memory with.
         config: overrides the heuristic.
 
     Returns:
-        The outputs by name, contiguous.
+        The outputs by name: what `out` has, and fresh contiguous tensors.
 
     Raises:
-        CodaCallError: a shape or dtype that does not fit.
+        CodaCallError: a shape or dtype that does not fit, or a buffer that would be written before it is read.
         CodaUnsupportedError, CodaCompileError: see `plan.choose` and `compile.compile_object`.
     """
     if a.ndim == b.ndim == 2 and (a.shape[0] == 0 or b.shape[0] == 0):
         accumulator = {epilogue.params[0].name: a.new_zeros(a.shape[0], b.shape[0])}
-        return _of_nothing(epilogue, {**inputs, **accumulator}, a.shape[0], b.shape[0], a.dtype, dtypes or {})
+        shape = _Shape(epilogue, a.shape[0], b.shape[0], a.device)
+        return _of_nothing(shape, {**inputs, **accumulator}, a.dtype, dtypes or {}, out or {})
     values = [inputs.get(name) for name in _loaded_names(epilogue, True)]
-    key = (epilogue, config, function, _form(a), _form(b), *map(_form, values), *(dtypes or {}).items())
-    call = _CALLS.get(key) or _remember(key, _gemm_call(epilogue, a, b, values, dict(dtypes or {}), config))
-    return call.run((a, b, *values))
+    outputs = (*(dtypes or {}).items(), *(_forms(out) if out else ()))
+    key = (epilogue, config, function, _form(a), _form(b), *map(_form, values), *outputs)
+    call = _CALLS.get(key) or _remember(key, _gemm_call(epilogue, a, b, values, dict(dtypes or {}), out or {}, config))
+    return call.run((a, b, *values), out or {})
 
 
 def hosted(
@@ -82,29 +87,32 @@ def hosted(
     *,
     extents: tuple[int, int] | None = None,
     dtypes: Mapping[str, torch.dtype] | None = None,
+    out: Mapping[str, torch.Tensor] | None = None,
     default_dtype: torch.dtype | None = None,
 ) -> dict[str, torch.Tensor]:
     """The epilogue on plain tensors, the accumulator among `inputs`; no matmul.
 
     Args:
         extents: (M, N) with N of width 1; needed where no tile determines them.
-        dtypes: storage dtypes of outputs, as for `gemm`.
+        dtypes, out: storage dtypes of outputs, and buffers for some, as for `gemm`.
         default_dtype: storage dtype of tile outputs without annotation; default: the accumulator tensor's.
 
     Raises CodaCallError for shapes that do not fit.
     """
     values = [inputs.get(name) for name in _loaded_names(epilogue, False)]
-    key = (epilogue, extents, default_dtype, function, *map(_form, values), *(dtypes or {}).items())
+    outputs = (*(dtypes or {}).items(), *(_forms(out) if out else ()))
+    key = (epilogue, extents, default_dtype, function, *map(_form, values), *outputs)
     call = _CALLS.get(key)
     if call is None:
         m, n, device = _hosted_extents(epilogue, inputs, extents)
         tensors = [v for v in inputs.values() if isinstance(v, torch.Tensor) and v.is_floating_point()]
         default = default_dtype or next((t.dtype for t in tensors), torch.float32)
-        if m == 0 or n == 0:
-            return _of_nothing(epilogue, inputs, m, n, default, dtypes or {})
         shape = _Shape(epilogue, m, n, device)
-        call = _remember(key, _hosted_call(shape, values, _storage_dtypes(epilogue, default, dtypes or {})))
-    return call.run(tuple(values))
+        if m == 0 or n == 0:
+            return _of_nothing(shape, inputs, default, dtypes or {}, out or {})
+        storage = _storage_dtypes(epilogue, default, dtypes or {})
+        call = _remember(key, _hosted_call(shape, values, storage, out or {}))
+    return call.run(tuple(values), out or {})
 
 
 # ---------------------------------------------------------------- what calls of one signature have in common
@@ -120,24 +128,30 @@ class _Buffer:
     Attributes:
         shape: what is allocated: a tile with a padded pitch, a vector as one row, or one partial per tile.
         columns: columns of it that the kernel sees, where that is not all.
+        given: the output whose buffer, given by the caller, it is; None where it is allocated.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     columns: int | None = None
+    given: str | None = None
 
-    def allocate(self, device: torch.device) -> torch.Tensor:
+    def allocate(self, device: torch.device, out: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The kernel's argument."""
+        if self.given is not None:
+            return out[self.given].view(self.shape)
         tensor = empty(self.shape, dtype=self.dtype, device=device)
         return tensor if self.columns is None else tensor[:, : self.columns]
 
 
-Finish = Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]
+# Results of buffers; where the second argument has a tensor for one, it may be written there.
+Finish = Callable[[list[torch.Tensor], list[torch.Tensor | None]], Iterable[torch.Tensor]]
 
 
 @attrs.frozen
 class _Result:
-    """How outputs are made of buffers: `finish` gives one tensor per name, which is then cast to its dtype."""
+    """How outputs are made of buffers: `finish` gives one tensor per name, which is then cast to its dtype, or copied
+    into the caller's buffer where it is not there already."""
 
     names: tuple[str, ...]
     buffers: tuple[_Buffer, ...]
@@ -156,6 +170,7 @@ class _Call:
         results: in the order of the kernel's signature.
         names: the outputs' names in textual order.
         tail: the integers that end the kernel's signature.
+        written: the caller's buffers.
     """
 
     launch: Callable[..., None]
@@ -165,23 +180,31 @@ class _Call:
     names: tuple[str, ...]
     tail: tuple[int, ...]
     device: torch.device
+    written: tuple[Written, ...]
 
-    def run(self, values: tuple[Value, ...]) -> dict[str, torch.Tensor]:
-        """Allocate, launch on the current stream, finish."""
+    def run(self, values: tuple[Value, ...], out: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Allocate, launch on the current stream, finish.  Raises CodaCallError for buffers that share memory."""
+        if self.written:
+            check_sharing(self.written, values, out)
         if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
-            return self._run(values)
+            return self._run(values, out)
         with torch.cuda.device(self.device):
-            return self._run(values)
+            return self._run(values, out)
 
-    def _run(self, values: tuple[Value, ...]) -> dict[str, torch.Tensor]:
-        buffers = [[b.allocate(self.device) for b in r.buffers] for r in self.results]
+    def _run(self, values: tuple[Value, ...], out: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        buffers = [[b.allocate(self.device, out) for b in r.buffers] for r in self.results]
         tensors = [p(v) if p else v for p, v in zip(self.prepare, values, strict=True)]
         outputs = tuple([b for group in buffers for b in group])
         self.launch(*tensors[: self.operands], tuple(tensors[self.operands :]), outputs, *self.tail)
         finished = {}
         for result, group in zip(self.results, buffers, strict=True):
-            for name, tensor, dtype in zip(result.names, result.finish(group), result.dtypes, strict=True):
-                finished[name] = tensor if tensor.dtype is dtype else tensor.to(dtype)
+            given = [out.get(name) for name in result.names]
+            finals = result.finish(group, given)
+            for name, tensor, dtype, target in zip(result.names, finals, result.dtypes, given, strict=True):
+                if target is not None:
+                    finished[name] = target if tensor.data_ptr() == target.data_ptr() else target.copy_(tensor)
+                else:
+                    finished[name] = tensor if tensor.dtype is dtype else tensor.to(dtype)
         return {name: finished[name] for name in self.names}
 
 
@@ -203,6 +226,10 @@ def _form(value: Value) -> Any:
     return None if value is None else "number"
 
 
+def _forms(tensors: Mapping[str, torch.Tensor]) -> Iterable[Any]:
+    return [(name, _form(tensor)) for name, tensor in tensors.items()]
+
+
 @functools.lru_cache(maxsize=1024)
 def _loaded_names(epilogue: Epilogue, on_gemm: bool) -> tuple[str, ...]:
     return tuple(p.name for p in loaded_params(epilogue, on_gemm))
@@ -214,6 +241,7 @@ def _gemm_call(
     b: torch.Tensor,
     values: list[Value],
     dtypes: dict[str, torch.dtype],
+    out: Mapping[str, torch.Tensor],
     config: Config | None,
 ) -> _Call:
     if a.dtype != b.dtype or a.dtype not in (torch.bfloat16, torch.float16):
@@ -239,18 +267,23 @@ def _gemm_call(
     )
     chosen = config or plan.choose(spec, shape.m, shape.n, a.shape[1])
     cluster = chosen.cluster[0] * chosen.cluster[1]
+    prepare = (prepare_a, prepare_b, *(prepare for prepare, _ in inputs))
+    results = shape.results(storage, chosen.tile, out, padded=True)
     return _Call(
         function(attrs.evolve(spec, config=chosen)),
-        (prepare_a, prepare_b, *(prepare for prepare, _ in inputs)),
+        prepare,
         2,
-        shape.results(storage, chosen.tile, padded=True),
+        results,
         names,
         (max(1, _sms(a.device) // cluster),),
         a.device,
+        shape.written((None, None, *loaded_params(epilogue, True)), (a, b, *values), prepare, results, out),
     )
 
 
-def _hosted_call(shape: _Shape, values: list[Value], storage: Mapping[str, torch.dtype]) -> _Call:
+def _hosted_call(
+    shape: _Shape, values: list[Value], storage: Mapping[str, torch.dtype], out: Mapping[str, torch.Tensor]
+) -> _Call:
     epilogue, n = shape.epilogue, shape.n
     params = loaded_params(epilogue, False)
     # groups of columns are exchanged among lanes that hold eight each: such rows are made aligned
@@ -272,25 +305,29 @@ def _hosted_call(shape: _Shape, values: list[Value], storage: Mapping[str, torch
         aligned,
     )
     tile = (plan.HOSTED_ROWS, 32 * plan.hosted_run(aligned))
-    results = shape.results(storage, tile, padded=aligned)
+    results = shape.results(storage, tile, out, padded=aligned)
     prepare = tuple(prepare for prepare, _ in inputs)
     names = tuple(o.name for o in epilogue.outputs)
-    return _Call(function(spec), prepare, 0, results, names, (shape.m, n), shape.device)
+    written = shape.written(params, values, prepare, results, out)
+    return _Call(function(spec), prepare, 0, results, names, (shape.m, n), shape.device, written)
 
 
 def _of_nothing(
-    epilogue: Epilogue,
+    shape: _Shape,
     inputs: Mapping[str, torch.Tensor | float],
-    m: int,
-    n: int,
     default: torch.dtype,
     dtypes: Mapping[str, torch.dtype],
+    out: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """The outputs where M or N is 0, by the reference: empty tiles, and reductions of nothing."""
+    epilogue = shape.epilogue
     storage = _storage_dtypes(epilogue, default, dtypes)
-    extents = (m, int(n / base_width(epilogue)))
-    results = reference.run(epilogue, inputs, dtype=torch.float32, extents=extents)
-    return {name: value.to(storage[name]) for name, value in results.items()}
+    shape.check_buffers(storage, out)
+    used = loaded_params(epilogue, False)
+    given = {p.name: inputs[p.name] for p in used if inputs.get(p.name) is not None}
+    extents = (shape.m, int(shape.n / shape.base))
+    results = reference.run(attrs.evolve(epilogue, params=used), given, dtype=torch.float32, extents=extents)
+    return {name: out[name].copy_(value) if name in out else value.to(storage[name]) for name, value in results.items()}
 
 
 def _storage_dtypes(
@@ -357,21 +394,76 @@ class _Shape:
             argument=param.name,
         )
 
+    def check_buffers(self, storage: Mapping[str, torch.dtype], out: Mapping[str, torch.Tensor]) -> None:
+        """Raise CodaCallError where the caller's buffers do not fit the outputs."""
+        outputs = {o.name: o for o in self.epilogue.outputs}
+        for name, tensor in out.items():
+            if name not in outputs:
+                raise CodaCallError(
+                    f"`{self.epilogue.name}` has no output `{name}`; it has {', '.join(outputs)}", argument="out"
+                )
+            wanted = (storage[name], self.of(outputs[name]), self.device)
+            if (tensor.dtype, tuple(tensor.shape), tensor.device) != wanted or not tensor.is_contiguous():
+                raise CodaCallError(
+                    f"the buffer for `{name}` of `{self.epilogue.name}` must be a contiguous {wanted[0]} tensor of "
+                    f"shape {list(wanted[1])} on {wanted[2]}, got {tensor.dtype} {list(tensor.shape)} with strides "
+                    f"{list(tensor.stride())} on {tensor.device}",
+                    argument="out",
+                )
+
+    def written(
+        self,
+        params: Sequence[Param | None],
+        values: Sequence[Value],
+        prepare: Sequence[Prepare | None],
+        results: Sequence[_Result],
+        out: Mapping[str, torch.Tensor],
+    ) -> tuple[Written, ...]:
+        """The caller's buffers, as `check_sharing` takes them.  `params`: of each tensor, None for an operand."""
+        direct = {b.given for r in results for b in r.buffers}
+        stores = {s.name: s for s in self.epilogue.stores}
+        found = []
+        for name, buffer in out.items():
+            reads = []
+            for index, (param, value, step) in enumerate(zip(params, values, prepare, strict=True)):
+                if name not in direct or not isinstance(value, torch.Tensor) or (step and _copies(step, value)):
+                    continue
+                in_place = (
+                    param is not None
+                    and param.type.kind is Kind.TILE
+                    and name in stores
+                    and (value.shape, value.stride(), value.dtype) == (buffer.shape, buffer.stride(), buffer.dtype)
+                )
+                label = param.name if param else "ab"[index]
+                reads.append(Read(index, label, span(value), in_place))
+            found.append(Written(name, span(buffer), tuple(reads)))
+        return tuple(found)
+
     def results(
-        self, storage: Mapping[str, torch.dtype], tile: tuple[int, int], *, padded: bool
+        self,
+        storage: Mapping[str, torch.dtype],
+        tile: tuple[int, int],
+        out: Mapping[str, torch.Tensor],
+        *,
+        padded: bool,
     ) -> tuple[_Result, ...]:
-        """Results in the order of the kernel's signature, for a grid of such tiles."""
+        """Results in the order of the kernel's signature, for a grid of such tiles.  Raises CodaCallError for `out`."""
+        self.check_buffers(storage, out)
         found = []
         for store in self.epilogue.stores:
             dtype, columns = storage[store.name], self.columns(store.type.width)
             unit = 16 // dtype.itemsize if padded else 1
             pitch = -(-columns // unit) * unit
             if pitch == columns:
-                found.append(_Result((store.name,), (_Buffer((self.m, columns), dtype),), _as_is, (dtype,)))
+                direct = store.name in out and not (padded and out[store.name].data_ptr() % 16)
+                buffer = _Buffer((self.m, columns), dtype, given=store.name if direct else None)
+                found.append(_Result((store.name,), (buffer,), _as_is, (dtype,)))
             else:
                 found.append(_Result((store.name,), (_Buffer((self.m, pitch), dtype, columns),), _whole, (dtype,)))
         for vector in self.epilogue.vectors:
-            buffer = _Buffer((1, *(self.of(vector) or (1,))), torch.float32)
+            direct = vector.name in out and storage[vector.name] is torch.float32
+            given = vector.name if direct else None
+            buffer = _Buffer((1, *(self.of(vector) or (1,))), torch.float32, given=given)
             is_scalar = vector.type.kind is Kind.SCALAR
             found.append(_Result((vector.name,), (buffer,), _only if is_scalar else _first, (storage[vector.name],)))
         tiles_m, tiles_n = -(-self.m // tile[0]), -(-self.n // tile[1])
@@ -399,10 +491,13 @@ class _Shape:
         chosen = [o.result for o in group if isinstance(o, State)]
         results = [RESULT_DTYPES[name] for name in all_results]
 
-        def finish(partials: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+        def finish(partials: list[torch.Tensor], out: list[torch.Tensor | None]) -> Iterable[torch.Tensor]:
             if kind is Kind.SCALAR:
                 partials = [p.reshape(-1, 1) for p in partials]
             outputs = [empty((1, partials[0].shape[1]), dtype=d, device=self.device) for d in results]
+            for i, target in zip(chosen, out, strict=True):
+                if target is not None and target.dtype is results[i]:
+                    outputs[i] = target.view(1, -1)
             merge(tuple(partials), tuple(outputs))
             return [outputs[i][0, 0] if kind is Kind.SCALAR else outputs[i][0] for i in chosen]
 
@@ -417,30 +512,40 @@ def _chain(*steps: Prepare | None) -> Prepare | None:
     return lambda value: functools.reduce(lambda v, step: step(v), taken, value)
 
 
+def _copies(step: Prepare, value: torch.Tensor) -> bool:
+    """Whether what `step` makes of a tensor is a copy."""
+    made = step(value)
+    return isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
+
+
 def _as_bytes(name: str) -> Prepare | None:
     return (lambda t: t.view(torch.uint8)) if name == "bool" else None
 
 
-def _as_is(buffers: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+def _as_is(buffers: list[torch.Tensor], out: list[torch.Tensor | None]) -> Iterable[torch.Tensor]:
     return buffers
 
 
-def _whole(buffers: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+def _whole(buffers: list[torch.Tensor], out: list[torch.Tensor | None]) -> Iterable[torch.Tensor]:
     return [buffers[0].contiguous()]
 
 
-def _first(buffers: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+def _first(buffers: list[torch.Tensor], out: list[torch.Tensor | None]) -> Iterable[torch.Tensor]:
     return [buffers[0][0]]
 
 
-def _only(buffers: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+def _only(buffers: list[torch.Tensor], out: list[torch.Tensor | None]) -> Iterable[torch.Tensor]:
     return [buffers[0][0, 0]]
 
 
 def _merged(how: Callable[..., torch.Tensor], axes: tuple[int, ...]) -> Finish:
-    def finish(buffers: list[torch.Tensor]) -> Iterable[torch.Tensor]:
-        partial = buffers[0]
-        return [partial[0] if axes == (0,) and partial.shape[0] == 1 else how(partial, axes)]
+    def finish(buffers: list[torch.Tensor], out: list[torch.Tensor | None]) -> Iterable[torch.Tensor]:
+        partial, target = buffers[0], out[0]
+        if axes == (0,) and partial.shape[0] == 1:
+            return [partial[0]]
+        if target is not None and target.dtype is partial.dtype:
+            return [how(partial, axes, out=target)]
+        return [how(partial, axes)]
 
     return finish
 
