@@ -19,11 +19,11 @@ from codalang.ir import reference
 from codalang.ir.bind import Call, bind
 from codalang.ir.epilogue import Epilogue, Node, Output, Reduce, State, Store
 from codalang.ir.evaluate import Context, evaluate_function, evaluate_node
-from codalang.ir.fold import FOLDED_AXES, REDUCTION_FUNCTIONS, folded
+from codalang.ir.fold import contribution
 from codalang.ir.types import Dtype, Kind
 
 Tensors = dict[str, Tensor]
-Extents = tuple[int, int]
+Extents = tuple[int, ...]
 
 
 def autograd(
@@ -87,7 +87,7 @@ def absolute_contributions(
     extents: Extents,
 ) -> Tensors:
     """For each parameter, elementwise, the sum of the absolute contributions to its gradient."""
-    rows, columns = extents
+    rows, columns = extents[:2]
     call = bind(epilogue, inputs, torch.float64, extents)
     values = _values(epilogue, call)
     # Per node [M, w*N], or [M, 1] summed over the columns for what has none.
@@ -103,6 +103,8 @@ def absolute_contributions(
             continue
         if node.op == "param":
             total = totals[index] if node.type.kind.has_rows else totals[index].sum(0)
+            if node.type.kind is Kind.ROWS:
+                total = total.unflatten(0, (len(call.whole.samples), -1)).sum(1)
             result[str(node.attr)] = total.reshape(inputs[str(node.attr)].shape)
         elif node.op != "const":
             for arg, part in zip(node.args, _parts(epilogue, node, values, totals[index], call.whole), strict=True):
@@ -138,19 +140,21 @@ def _seeds(
         first = operands[0] if kind.has_rows else operands[0][0]
         result = first if kind.has_columns else first[..., 0]
     elif isinstance(output, Reduce):
-        result = REDUCTION_FUNCTIONS[output.how](operands[0], FOLDED_AXES[kind])
+        (result,) = contribution(output, operands, context)
     else:
-        carried = folded(output.definition, operands, FOLDED_AXES[kind], context)
+        carried = contribution(output, operands, context)
         result = evaluate_function(output.definition.finalize, carried, context)[output.result]
     if not result.requires_grad:
         return []
     found = torch.autograd.grad(result, list(wanted.values()), cotangent.abs(), allow_unused=True)
     # What a `vjp` subtracts before it multiplies is of the order of its inputs, which are of the order of 1.
-    floor = _wide(cotangent, kind, shape).abs() if isinstance(output, State) else 0.0
+    floor = _wide(cotangent, kind, context, shape).abs() if isinstance(output, State) else 0.0
     return [(value, grad.abs() + floor) for value, grad in zip(wanted, found, strict=True) if grad is not None]
 
 
-def _wide(cotangent: Tensor, kind: Kind, shape: tuple[int, int]) -> Tensor:
+def _wide(cotangent: Tensor, kind: Kind, context: Context, shape: tuple[int, int]) -> Tensor:
+    if kind is Kind.ROWS:
+        return cotangent.repeat_interleave(len(context.rows) // len(context.samples), 0)
     return (cotangent.unsqueeze(1) if kind is Kind.COL else cotangent).expand(shape)
 
 

@@ -136,7 +136,7 @@ class _Draft:
 
     def __init__(self, draw: Callable[..., object], name: str) -> None:
         self.draw = draw
-        self.builder = EpilogueBuilder(name, ("M", "N"))
+        self.builder = EpilogueBuilder(name, ("M", "N", "B"))
         self.pool: list[Value] = []
         self.used: set[int] = set()
 
@@ -253,6 +253,9 @@ def _fits(resize: str | None, type: ValueType, widths: set[Fraction], last: bool
     return width * {"halve": Fraction(1, 2), "keep": 1, "double": 2}[resize] in WIDTHS
 
 
+# In the order in which a program shrinks.
+_KINDS = [Kind.TILE, Kind.COL, Kind.ROW, Kind.SCALAR, Kind.ROWS]
+
 # Every op, and those oftener that combine values.
 _STEPS = ["add", *OPS, "split", "split", "join", "sub", "mul", "mul", "mul", "where", "where"]
 
@@ -301,7 +304,7 @@ def _param(
 ) -> None:
     """A parameter: floats, but for one in seven or so; the first is most often the accumulator."""
     first = position == 0 and draw(st.integers(0, 9)) < 9
-    type_ = draw(_value_type([Kind.TILE] if first else list(reversed(Kind))))
+    type_ = draw(_value_type([Kind.TILE] if first else _KINDS))
     dtype = Dtype.F32 if first else draw(st.sampled_from([Dtype.F32] * 5 + [Dtype.I32, Dtype.BOOL]))
     storage = draw(
         {Dtype.F32: annotation, Dtype.I32: st.sampled_from(INTEGER_DTYPES), Dtype.BOOL: st.just("bool")}[dtype]
@@ -326,10 +329,10 @@ def _output(
     value = _result(draw, draft)
     sort = draw(st.sampled_from(["store", "store", "reduce", "reduce", "state"]))
     if sort == "store":
-        kinds = [k for k in reversed(Kind) if _holds(k, value.type.kind)]
+        kinds = [k for k in _KINDS if k is not Kind.ROWS and _holds(k, value.type.kind)]
         draft.builder.store(free.pop(0), value.node, _of_width(draw(_value_type(kinds)), value), dtype)
         return
-    type_ = _of_width(draw(_value_type([Kind.COL, Kind.ROW, Kind.SCALAR])), value)
+    type_ = _of_width(draw(_value_type([Kind.COL, Kind.ROW, Kind.SCALAR, Kind.ROWS])), value)
     if sort == "reduce":
         how = draw(st.sampled_from([how for how in REDUCTIONS if how not in without]))
         draft.builder.reduce(free.pop(0), value.node, type_, how, dtype)
@@ -373,7 +376,7 @@ def _state_inputs(
     if definition is ARGMAX2:
         return [value, draft.made("row_index"), _columns(draft, width)]
     if definition is ARGMAX:
-        return [value, draft.made("row_index") if type.kind is Kind.ROW else _columns(draft, width)]
+        return [value, draft.made("row_index") if type.kind in (Kind.ROW, Kind.ROWS) else _columns(draft, width)]
     if definition is ONLINE_LOGSUMEXP or definition is WELFORD:
         return [draft.scaled(value, LARGE)]
     positive = definition.inputs[0][0] in POSITIVE_INPUTS
@@ -412,33 +415,40 @@ def _keep(draw: Callable[..., object], draft: _Draft, value: Value) -> None:
 extents = st.tuples(st.integers(1, 5), st.sampled_from([2, 4, 6, 8]))
 
 
-def fitted(epilogue: Epilogue, extents: tuple[int, int]) -> tuple[int, int]:
-    """The extents, or the shape of a tile, with as many more columns as the epilogue's groups ask for."""
+def fitted(epilogue: Epilogue, extents: tuple[int, ...]) -> tuple[int, int, int]:
+    """The extents, or the shape of a tile, with as many more columns as the epilogue's groups ask for; and a number of
+    samples."""
     step = granularity(epilogue)
-    return extents[0], -(-extents[1] // step) * step
+    return extents[0], -(-extents[1] // step) * step, samples_of(extents[0])
 
 
-def shape_of(what: Param | Output, extents: tuple[int, int]) -> tuple[int, ...]:
+def samples_of(rows: int) -> int:
+    """A number of samples that divides the rows."""
+    return next(samples for samples in (2, 5, 1) if rows % samples == 0)
+
+
+def shape_of(what: Param | Output, extents: tuple[int, ...]) -> tuple[int, ...]:
     """The tensor shape of a parameter or output."""
-    rows = (extents[0],) if what.type.kind.has_rows else ()
+    rows = (extents[0],) if what.type.kind.per_row else ()
+    rows = (samples_of(extents[0]),) if what.type.kind is Kind.ROWS else rows
     columns = (int(what.type.width * extents[1]),) if what.type.width is not None else ()
     return rows + columns
 
 
-def inputs_for(epilogue: Epilogue, extents: tuple[int, int], seed: int) -> dict[str, Tensor]:
+def inputs_for(epilogue: Epilogue, extents: tuple[int, ...], seed: int) -> dict[str, Tensor]:
     """Fresh inputs for every parameter: float64 in [-2, 2], small integers, masks."""
     generator = torch.Generator().manual_seed(seed)
     return {p.name: _random(p, extents, generator) for p in epilogue.params}
 
 
-def cotangents_for(epilogue: Epilogue, extents: tuple[int, int], seed: int) -> dict[str, Tensor]:
+def cotangents_for(epilogue: Epilogue, extents: tuple[int, ...], seed: int) -> dict[str, Tensor]:
     """Fresh float64 cotangents in [-2, 2] for every output that has one: not for indices."""
     generator = torch.Generator().manual_seed(seed + 1_000_003)
     floats = [o for o in epilogue.outputs if o.type.dtype is Dtype.F32]
     return {o.name: _random(o, extents, generator) for o in floats}
 
 
-def _random(what: Param | Output, extents: tuple[int, int], generator: torch.Generator) -> Tensor:
+def _random(what: Param | Output, extents: tuple[int, ...], generator: torch.Generator) -> Tensor:
     shape = shape_of(what, extents)
     if what.type.dtype is Dtype.I32:
         integers = torch.randint(INDEX_INPUTS[0], INDEX_INPUTS[1] + 1, shape, generator=generator)

@@ -222,7 +222,7 @@ def test_every_op_and_function_is_there() -> None:
             assert name in coda.__all__
     assert {*BUILTINS, *PAIRS} <= set(coda.__all__)
     assert all(
-        callable(getattr(coda, name)) or name in ("M", "N", *STORAGE_DTYPES, "scalar", "row", "col", "tile")
+        callable(getattr(coda, name)) or name in ("B", "M", "N", *STORAGE_DTYPES, "scalar", "row", "col", "tile")
         for name in coda.__all__
     )
     with pytest.raises(AttributeError, match="did you mean `sigmoid`"):

@@ -20,7 +20,7 @@ import attrs
 
 from codalang.ir.epilogue import Epilogue, Node
 from codalang.ir.infer import infer
-from codalang.ir.types import SCALAR, Dtype, Kind, ValueType
+from codalang.ir.types import SCALAR, Dims, Dtype, Kind, ValueType
 
 Attribute = str | float | int | None
 
@@ -28,7 +28,7 @@ Attribute = str | float | int | None
 class Graph:
     """Nodes by index, operands before users, each distinct one once."""
 
-    def __init__(self, dims: tuple[str, str]) -> None:
+    def __init__(self, dims: Dims) -> None:
         self.dims = dims
         self.nodes: list[Node] = []
         self._index: dict[tuple[object, ...], int] = {}

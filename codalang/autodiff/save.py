@@ -103,7 +103,8 @@ def _ways(
 ) -> dict[int, Kept]:
     """The cheapest way to load each value that the forward can compute and keep (`local`), where there is one.
 
-    What is asked to be recomputed is loaded as a parameter at most; a vector is loaded where it is asked to be saved.
+    What is asked to be recomputed is loaded as a parameter at most; a vector is loaded where it is asked to be saved,
+    but for one row per sample.
     What is to be kept exactly is kept as what it was cast to, or in f32.
     """
     stored: dict[int, list[Store]] = {}
@@ -114,7 +115,8 @@ def _ways(
     ways: dict[int, Kept] = {}
     for index, node in enumerate(graph.nodes):
         how = keeps[index].how if index in keeps else None
-        if not local[index] or not (is_tile(node) or how == SAVE):
+        is_rows = node.type.kind is Kind.ROWS  # of which no output can be stored
+        if not local[index] or not (is_tile(node) or (how == SAVE and not is_rows)):
             continue
         param = loadable.get(str(node.attr)) if node.op == "param" else None
         options = [] if param is None else [Kept("param", param.name, _units(param))]

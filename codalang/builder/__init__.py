@@ -35,7 +35,7 @@ from typing import Any
 
 from codalang.builder.define import build
 from codalang.builder.functions import FUNCTIONS, i32, rotate, split
-from codalang.builder.shapes import Dim, M, N, Shape, col, row, scalar, tile
+from codalang.builder.shapes import B, Dim, M, N, Shape, col, row, scalar, tile
 from codalang.builder.statements import recompute, reduce, save, state, store
 from codalang.builder.states import BUILTINS
 from codalang.builder.value import Value
@@ -43,6 +43,7 @@ from codalang.ir.types import STORAGE_DTYPES
 
 __all__ = [
     "Dim",
+    "B",
     "M",
     "N",
     "Shape",

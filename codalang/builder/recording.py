@@ -18,7 +18,7 @@ from codalang.builder.place import Here
 from codalang.builder.shapes import Dim, Shape
 from codalang.errors import CodaError, CodaTypeError, Loc
 from codalang.ir.build import EpilogueBuilder
-from codalang.ir.names import default_dims, is_name
+from codalang.ir.names import AXES, default_dims, is_name
 from codalang.ir.types import WIDTHS, Kind, ValueType, show_extent
 
 
@@ -71,12 +71,12 @@ class Recording:
         """The type that a shape means here.  Its symbols become the epilogue's, or must be them."""
         extents = list(shape.extents)
         if shape.kind.has_rows:
-            self._dim("rows", extents.pop(0), shape, loc)
+            self._dim("samples" if shape.kind is Kind.ROWS else "rows", extents.pop(0), shape, loc)
         width = None
         if shape.kind.has_columns:
             width = extents[0].width
             self._dim("columns", extents[0], shape, loc)
-        known = [self._dims[axis][0] if axis in self._dims else None for axis in ("rows", "columns")]
+        known = [self._dims[axis][0] if axis in self._dims else None for axis in AXES]
         self.builder.dims = default_dims(*known)
         return ValueType(shape.kind, width)
 
@@ -85,10 +85,10 @@ class Recording:
         self.declare(Shape(Kind.TILE, dims), loc)
 
     def _dim(self, axis: str, extent: Dim, shape: Shape, loc: Loc) -> None:
-        have, kind = extent.symbol, shape.kind.value
-        if axis == "rows" and extent.width != 1:
+        have, kind = extent.symbol, shape.kind.word
+        if axis != "columns" and extent.width != 1:
             raise CodaTypeError(
-                f"the rows of a {kind} cannot be `{extent}`",
+                f"the {axis} of a {kind} cannot be `{extent}`",
                 loc,
                 hint="only columns are halved (`split`) or doubled (`join`)",
             )
@@ -104,17 +104,20 @@ class Recording:
                 loc,
                 notes=((first, f"the {axis} are `{want}` here"),),
                 hint="a col has a number for each row, a row a number for each column"
-                if kind in ("row", "col")
+                if kind in ("row", "col") and axis != "samples"
                 else None,
             )
-        other = self._dims.get("columns" if axis == "rows" else "rows")
-        if other is not None and other[0] == have:
-            raise CodaTypeError(
-                f"rows and columns are both called `{have}`",
-                loc,
-                notes=((other[1], f"these are the {'columns' if axis == 'rows' else 'rows'}"),),
-                hint="one symbol means one number; give the two dimensions two names",
-            )
+        for other in AXES:
+            if other != axis and other in self._dims and self._dims[other][0] == have:
+                earlier, later = sorted((axis, other), key=AXES.index)
+                raise CodaTypeError(
+                    f"{earlier} and {later} are both called `{have}`",
+                    loc,
+                    notes=((self._dims[other][1], f"these are the {other}"),),
+                    hint="one symbol means one number; give the two dimensions two names"
+                    if later == "columns"
+                    else "`row[B, N]` has one row per sample of M/B rows; a number for each row and column is a tile",
+                )
 
 
 class _Active(threading.local):

@@ -1,7 +1,7 @@
 """Shapes as Python writes them: `tile[M, N / 2]`, `col[M].i32`, `"tile[M, N/2]: bf16"`.
 
 A dimension is a symbol, and columns come in multiples of it: `N / 2` (or `N // 2`), `2 * N`.  Symbols may be objects
-(`N = Dim("N")`; M and N are there already) or text (`tile["M", "N/2"]`).  A shape may also be the text that the
+(`N = Dim("N")`; M, N and B are there already) or text (`tile["M", "N/2"]`).  A shape may also be the text that the
 language has for it.  A storage dtype is an attribute of a shape, or torch's own dtype where one is asked for by name.
 """
 
@@ -121,7 +121,7 @@ class Shape:
 
     def __str__(self) -> str:
         extents = f"[{', '.join(map(str, self.extents))}]" if self.extents else ""
-        return f"{self.kind.value}{extents}" + (f": {self.dtype}" if self.dtype else "")
+        return f"{self.kind.word}{extents}" + (f": {self.dtype}" if self.dtype else "")
 
     __repr__ = __str__
 
@@ -132,26 +132,27 @@ class ShapeAttributeError(CodaTypeError, AttributeError):
 
 @attrs.frozen
 class ShapeOf:
-    """`tile`, `row` or `col`, which wants its dimensions: `tile[M, N]`."""
+    """`tile`, `row` or `col`, which wants its dimensions: `tile[M, N]`; `row[B, N]` is one row per sample."""
 
     kind: Kind
 
     def __getitem__(self, extents: object) -> Shape:
         given = extents if isinstance(extents, tuple) else (extents,)
-        wanted = self.kind.has_rows + self.kind.has_columns
-        if len(given) != wanted:
+        kind = Kind.written(self.kind.word, len(given))
+        if kind is None:
+            wanted = self.kind.axes
             raise CodaTypeError(
                 f"a {self.kind.value} has {wanted} dimension{'' if wanted == 1 else 's'}, got {len(given)}",
                 here(),
                 hint=f"write `{EXAMPLES[self.kind]}`",
             )
-        return Shape(self.kind, tuple(map(dim, given)))
+        return Shape(kind, tuple(map(dim, given)))
 
     def __repr__(self) -> str:
         return self.kind.value
 
 
-M, N = Dim("M"), Dim("N")
+M, N, B = Dim("M"), Dim("N"), Dim("B")
 scalar = Shape(Kind.SCALAR)
 row, col, tile = ShapeOf(Kind.ROW), ShapeOf(Kind.COL), ShapeOf(Kind.TILE)
 _OF_KIND: dict[str, Shape | ShapeOf] = {"scalar": scalar, "row": row, "col": col, "tile": tile}

@@ -34,7 +34,7 @@ def attained(
     results: Mapping[str, Tensor],
     *,
     dtype: torch.dtype = torch.float64,
-    extents: tuple[int, int] | None = None,
+    extents: tuple[int, ...] | None = None,
 ) -> Tensor:
     """What stands where `output`, an index, points; -inf where it points nowhere.
 

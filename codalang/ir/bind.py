@@ -37,7 +37,7 @@ def bind(
     epilogue: Epilogue,
     inputs: Mapping[str, Tensor | float],
     dtype: torch.dtype,
-    extents: tuple[int, int] | None,
+    extents: tuple[int, ...] | None,
 ) -> Call:
     """Check the inputs, convert them to the dtypes that registers have, and find the extents.
 
@@ -47,14 +47,19 @@ def bind(
     _check_names(epilogue, inputs)
     tensors = {p.name: _as_tensor(epilogue, p, inputs[p.name]) for p in epilogue.params}
     device = _common_device(epilogue, inputs)
-    bound = _bind_extents(epilogue, tensors, extents)
-    whole = Context(dtype, device, range(bound[0]), range(bound[1]))
+    rows, columns, samples = _bind_extents(epilogue, tensors, extents)
+    size = rows // samples if samples else 0
+    whole = Context(
+        dtype, device, range(rows), range(columns), tuple(range(i * size, (i + 1) * size) for i in range(samples))
+    )
     values = {}
     for param in epilogue.params:
         value = tensors[param.name].to(device=device)
         if value.dtype is torch.int64:
             value = narrowed(value)
         value = value.to(whole.torch_dtype(param.type.dtype))
+        if param.type.kind is Kind.ROWS:  # each row has that of its sample
+            value = value.unsqueeze(1).expand(-1, size, -1).flatten(0, 1)
         values[param.name] = value.unsqueeze(1) if param.type.kind is Kind.COL else value
     return Call(values, whole)
 
@@ -99,7 +104,7 @@ def _as_tensor(epilogue: Epilogue, param: Param, value: Tensor | float) -> Tenso
             param.loc,
             argument=param.name,
         )
-    axes = int(param.type.kind.has_rows) + int(param.type.kind.has_columns)
+    axes = param.type.kind.axes
     if value.dim() != axes:
         raise CodaCallError(
             f"`{param.name}` of `{epilogue.name}` is {wanted}, a tensor of {axes} axes, got shape {list(value.shape)}",
@@ -154,12 +159,16 @@ def _common_device(epilogue: Epilogue, inputs: Mapping[str, Tensor | float]) -> 
     return first[1] if first else torch.device("cpu")
 
 
-def _bind_extents(epilogue: Epilogue, tensors: Mapping[str, Tensor], given: tuple[int, int] | None) -> tuple[int, int]:
-    """(M, N) as all inputs and `given` agree.  Raises CodaCallError naming both sides of a disagreement."""
-    m, n = (None, None) if given is None else (_Extent(given[0], "extents"), _Extent(given[1], "extents"))
+def _bind_extents(
+    epilogue: Epilogue, tensors: Mapping[str, Tensor], given: tuple[int, ...] | None
+) -> tuple[int, int, int]:
+    """(M, N, samples) as all inputs and `given` agree.  Raises CodaCallError naming both sides of a disagreement."""
+    m, n, b = [*(_Extent(size, "extents") for size in given or ()), None, None, None][:3]
     for param in epilogue.params:
         shape = tensors[param.name].shape
-        if param.type.kind.has_rows:
+        if param.type.kind is Kind.ROWS:
+            b = _agree(epilogue, param, 2, b, shape[0], Fraction(1))
+        elif param.type.kind.has_rows:
             m = _agree(epilogue, param, 0, m, shape[0], Fraction(1))
         if param.type.width is not None:
             n = _agree(epilogue, param, 1, n, shape[-1], param.type.width)
@@ -170,7 +179,22 @@ def _bind_extents(epilogue: Epilogue, tensors: Mapping[str, Tensor], given: tupl
             f"but `{n.by}` makes it {n.value}",
             argument=n.by,
         )
-    return (_needed(epilogue, 0, m), _needed(epilogue, 1, n))
+    rows, columns = _needed(epilogue, 0, m), _needed(epilogue, 1, n)
+    return rows, columns, _samples(epilogue, rows, b) if epilogue.has_samples else 0
+
+
+def _samples(epilogue: Epilogue, rows: int, b: _Extent | None) -> int:
+    """The number of samples, which divides that of rows."""
+    samples = _needed(epilogue, 2, b)
+    if rows % samples if samples else rows:
+        m, _, symbol = epilogue.dims
+        raise CodaCallError(
+            f"`{epilogue.name}` has {symbol} = {samples} samples of {m}/{symbol} rows each, which must divide "
+            f"{m} = {rows}",
+            epilogue.loc,
+            argument=b.by if b is not None else "extents",
+        )
+    return samples
 
 
 def _agree(epilogue: Epilogue, param: Param, axis: int, bound: _Extent | None, size: int, width: Fraction) -> _Extent:
@@ -184,7 +208,7 @@ def _agree(epilogue: Epilogue, param: Param, axis: int, bound: _Extent | None, s
     if bound is not None and bound.value != extent:
         notes = tuple((p.loc, "bound here") for p in epilogue.params if p.name == bound.by and p.loc)
         raise CodaCallError(
-            f"{wanted} and has {size} {('rows', 'columns')[axis]}, which makes {symbol} = {extent}, "
+            f"{wanted} and has {size} {('rows', 'columns', 'rows')[axis]}, which makes {symbol} = {extent}, "
             f"but `{bound.by}` makes {symbol} = {bound.value}",
             param.loc,
             notes=notes,
@@ -202,7 +226,7 @@ def _needed(epilogue: Epilogue, axis: int, bound: _Extent | None) -> int:
     raise CodaCallError(
         f"no input of `{epilogue.name}` determines {show_extent(Fraction(1), epilogue.dims[axis])}",
         epilogue.loc,
-        hint="pass extents=(M, N)",
+        hint=f"pass extents=({', '.join(epilogue.dims)})",
         argument="extents",
     )
 

@@ -22,7 +22,7 @@ from codalang.ir.infer import infer
 from codalang.ir.names import DISCARD
 from codalang.ir.ops import REDUCTIONS
 from codalang.ir.states import Function, Named, StateDef
-from codalang.ir.types import SCALAR, Dtype, Kind, ValueType
+from codalang.ir.types import SCALAR, Dims, Dtype, Kind, ValueType
 
 _NUMBER_HINTS = {
     Dtype.I32: "`float(i)` makes a number of an index",
@@ -37,7 +37,7 @@ class EpilogueBuilder:
     or simplified here, so that what was written is what comes out.
     """
 
-    def __init__(self, name: str, dims: tuple[str, str], loc: Loc | None = None) -> None:
+    def __init__(self, name: str, dims: Dims, loc: Loc | None = None) -> None:
         self.name = name
         self.dims = dims
         self.loc = loc
@@ -95,6 +95,12 @@ class EpilogueBuilder:
     def store(self, name: str, value: int, type: ValueType, dtype: str | None = None, loc: Loc | None = None) -> None:
         """Declare a stored output.  A value of fewer axes is broadcast.  Raises CodaTypeError where it cannot be."""
         have = self.nodes[value].type
+        if type.kind is Kind.ROWS:
+            raise CodaTypeError(
+                f"`store {name}` cannot be {type.show(self.dims)}",
+                loc,
+                hint="a row per sample is loaded, or reduced over the rows of each sample: `reduce ... = sum(...)`",
+            )
         too_many_axes = (have.kind.has_rows and not type.kind.has_rows) or (
             have.kind.has_columns and not type.kind.has_columns
         )
@@ -219,16 +225,21 @@ def function_of(builder: EpilogueBuilder, params: Named, results: Sequence[int])
 
 
 def canonical(epilogue: Epilogue) -> Epilogue:
-    """The same epilogue with its live nodes in the order in which a walk from the outputs first needs them."""
+    """The same epilogue with its live nodes in the order in which a walk from the outputs first needs them.
+
+    It keeps a symbol for samples only where something has one row per sample.
+    """
     order = postorder(epilogue.nodes, [value for o in epilogue.outputs for value in o.values])
     new_index = {old: new for new, old in enumerate(order)}
     nodes = tuple(
         attrs.evolve(epilogue.nodes[old], args=tuple(new_index[a] for a in epilogue.nodes[old].args)) for old in order
     )
     outputs = tuple(with_values(o, tuple(new_index[v] for v in o.values)) for o in epilogue.outputs)
+    used = [thing.type.kind for things in (nodes, epilogue.params, outputs) for thing in things]
+    dims = epilogue.dims if Kind.ROWS in used else epilogue.dims[:2]
     live = [attrs.evolve(k, value=new_index[k.value]) for k in epilogue.keeps if k.value in new_index]
     keeps = tuple(sorted(live, key=lambda k: k.value))
-    return attrs.evolve(epilogue, nodes=nodes, outputs=outputs, keeps=keeps)
+    return attrs.evolve(epilogue, dims=dims, nodes=nodes, outputs=outputs, keeps=keeps)
 
 
 def postorder(nodes: Sequence[Node], roots: Sequence[int]) -> list[int]:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from codalang.errors import Loc
-from codalang.ir.types import Kind, ValueType
+from codalang.ir.types import Dims, Kind, ValueType
 
 if TYPE_CHECKING:
     from codalang.ir.states import StateDef
@@ -80,7 +80,7 @@ class Store:
 
 @attrs.frozen
 class Reduce:
-    """A reduction of `value` over the axes that `type` lacks: `how` is sum, max or min.
+    """A reduction of `value` over the axes that `type` lacks, or over each sample's rows: `how` is sum, max or min.
 
     The width of its domain is the value's own where it has one, the row's for a row result, and 1 otherwise.  `dtype`
     is the storage dtype of the merged result (None: f32).
@@ -128,7 +128,7 @@ Output = Store | Reduce | State
 class Keep:
     """The author's word on a forward value that the backward may need: `how` is save or recompute.
 
-    It binds where the value is needed, and asks for nothing where it is not.
+    It binds where the value is needed, and asks for nothing where it is not.  One row per sample is recomputed always.
     """
 
     value: int
@@ -146,7 +146,7 @@ class Epilogue:
     """A tile-local function of a GEMM's accumulator and of further inputs.  See the module's docstring."""
 
     name: str
-    dims: tuple[str, str]
+    dims: Dims
     params: tuple[Param, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[Output, ...]
@@ -178,6 +178,11 @@ class Epilogue:
     def states(self) -> tuple[State, ...]:
         """The results of stateful transforms, in textual order."""
         return tuple(o for o in self.outputs if isinstance(o, State))
+
+    @property
+    def has_samples(self) -> bool:
+        """True where something has one row per sample."""
+        return any(thing.type.kind is Kind.ROWS for thing in (*self.params, *self.outputs))
 
     def param(self, name: str) -> Param:
         """The parameter of that name.  Raises KeyError where there is none."""

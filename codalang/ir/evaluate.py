@@ -37,12 +37,14 @@ class Context:
         dtype: what floats are computed in; indices are int32.
         device: of literals and indices.
         rows, columns: the part of the output, in units of (M, N), that is evaluated.
+        samples: the rows of each sample of the whole output, where there are samples.
     """
 
     dtype: torch.dtype = torch.float64
     device: torch.device = attrs.field(factory=lambda: torch.device("cpu"))
     rows: range = range(0)
     columns: range = range(0)
+    samples: tuple[range, ...] = ()
 
     def torch_dtype(self, dtype: Dtype) -> torch.dtype:
         """What torch computes a register dtype in."""

@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from codalang.ir.epilogue import Reduce, State
 from codalang.ir.evaluate import Context, evaluate_function
 from codalang.ir.states import StateDef
 from codalang.ir.types import Kind
 
-# The axes of [M, w*N] that a reduction to each kind folds away.
-FOLDED_AXES: dict[Kind, tuple[int, ...]] = {Kind.COL: (1,), Kind.ROW: (0,), Kind.SCALAR: (0, 1)}
+# The axes of [M, w*N] that a reduction to each kind folds away; to one row per sample, of each sample's part of it.
+FOLDED_AXES: dict[Kind, tuple[int, ...]] = {Kind.COL: (1,), Kind.ROW: (0,), Kind.SCALAR: (0, 1), Kind.ROWS: (0,)}
 
 
 def _largest(x: Tensor, axes: Sequence[int]) -> Tensor:
@@ -35,6 +36,28 @@ REDUCTION_FUNCTIONS: dict[str, Callable[[Tensor, Sequence[int]], Tensor]] = {
     "max": _largest,
     "min": lambda x, axes: -_largest(-x, axes),
 }
+
+
+def contribution(output: Reduce | State, values: list[Tensor], context: Context) -> tuple[Tensor, ...]:
+    """What a tile contributes to a reduction, and for a state all that it carries: [columns], [rows], [], or [samples,
+    columns] for one row per sample."""
+    axes = FOLDED_AXES[output.type.kind]
+    if output.type.kind is not Kind.ROWS:
+        return _fold(output, values, axes, context)
+    parts = []
+    for sample in context.samples:
+        first, last = (min(max(row - context.rows.start, 0), len(context.rows)) for row in (sample.start, sample.stop))
+        parts.append(_fold(output, [value[first:last] for value in values], axes, context))
+    if not parts:
+        nothing = _fold(output, [value[:0] for value in values], axes, context)
+        return tuple(part.expand(0, *part.shape) for part in nothing)
+    return tuple(torch.stack(components) for components in zip(*parts, strict=True))
+
+
+def _fold(output: Reduce | State, values: list[Tensor], axes: Sequence[int], context: Context) -> tuple[Tensor, ...]:
+    if isinstance(output, Reduce):
+        return (REDUCTION_FUNCTIONS[output.how](values[0], axes),)
+    return folded(output.definition, values, axes, context)
 
 
 def folded(definition: StateDef, inputs: list[Tensor], axes: Sequence[int], context: Context) -> tuple[Tensor, ...]:

@@ -8,13 +8,13 @@ from fractions import Fraction
 
 from codalang.errors import CodaTypeError, Loc
 from codalang.ir.ops import OPS, OpInfo
-from codalang.ir.types import STORAGE_DTYPES, WIDTHS, Dtype, Kind, ValueType, show_extent
+from codalang.ir.types import STORAGE_DTYPES, WIDTHS, Dims, Dtype, Kind, ValueType, show_extent
 
 
 def infer(
     op: str,
     operands: Sequence[ValueType],
-    dims: tuple[str, str],
+    dims: Dims,
     loc: Loc | None = None,
     attr: str | float | int | None = None,
 ) -> ValueType:
@@ -40,7 +40,7 @@ def infer(
                 loc,
                 hint="split the wider value, or join two of the narrower ones",
             )
-    kind = Kind.of(any(t.kind.has_rows for t in operands), any(t.kind.has_columns for t in operands))
+    kind = Kind.joined([t.kind for t in operands])
     width = widths[0] if widths else None
     if info.resize:
         spelled = "split" if info.resize == "halve" else "join"
@@ -62,9 +62,7 @@ def infer(
     return ValueType(kind, width, result)
 
 
-def _result_dtype(
-    info: OpInfo, spelled: str, operands: Sequence[ValueType], dims: tuple[str, str], loc: Loc | None
-) -> Dtype:
+def _result_dtype(info: OpInfo, spelled: str, operands: Sequence[ValueType], dims: Dims, loc: Loc | None) -> Dtype:
     """The result's dtype by the first signature that fits, or an error about the operand that fits none."""
     have = tuple(t.dtype for t in operands)
     for wanted, result in info.signatures:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from codalang.ir.types import Dims
+
 KEYWORDS = frozenset(
     "fn epilogue program import let store reduce state save recompute return and or not true false inf nan".split()
 )
@@ -24,13 +26,17 @@ def is_name(text: object) -> bool:
     return isinstance(text, str) and bool(_NAME.fullmatch(text)) and text not in KEYWORDS and text != DISCARD
 
 
-def default_dims(rows: str | None, columns: str | None) -> tuple[str, str]:
-    """The symbols of an epilogue that writes out only one of them, or none: M and N, where they are free."""
+# What an epilogue has symbols for, in the order of its `dims`; the last only where there is one row per sample.
+AXES = ("rows", "columns", "samples")
+
+
+def default_dims(rows: str | None, columns: str | None, samples: str | None = None) -> Dims:
+    """The symbols of an epilogue that writes out only some of them, or none: M and N, where they are free."""
     if columns is None:
         columns = "N" if rows != "N" else "N_columns"
     if rows is None:
-        rows = "M" if columns != "M" else "M_rows"
-    return rows, columns
+        rows = "M" if "M" not in (columns, samples) else "M_rows" if "M_rows" not in (columns, samples) else "M_rows_"
+    return (rows, columns) if samples is None else (rows, columns, samples)
 
 
 class Namer:

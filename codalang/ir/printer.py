@@ -156,9 +156,9 @@ class _Printer:
     def _header(self) -> str:
         e = self.epilogue
         types = [p.type for p in e.params] + [o.type for o in e.outputs]
-        rows = e.dims[0] if any(t.kind.has_rows for t in types) else None
+        rows = e.dims[0] if any(t.kind.per_row for t in types) else None
         columns = e.dims[1] if any(t.kind.has_columns for t in types) else None
-        dims = "" if default_dims(rows, columns) == e.dims else f"[{e.dims[0]}, {e.dims[1]}]"
+        dims = "" if default_dims(rows, columns, *e.dims[2:]) == e.dims else f"[{e.dims[0]}, {e.dims[1]}]"
         params = [f"{p.name}: {self._declared(p)}" for p in e.params]
         line = f"epilogue {e.name}{dims}({', '.join(params)}) {{"
         if len(line) <= LINE_WIDTH:

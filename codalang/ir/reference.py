@@ -9,6 +9,7 @@ until an op combines them:
 | row    | [w*N]         |
 | col    | [M, 1]        |
 | tile   | [M, w*N]      |
+| rows   | [M, w*N]      |
 
 so torch's broadcasting is the language's, and `even`, `odd`, `join` and the group ops act on the last axis.  Everything
 is torch ops, hence differentiable by torch.autograd.  The gradient of a maximum goes to the first place that it is at.
@@ -30,7 +31,7 @@ from codalang.errors import CodaCallError
 from codalang.ir.bind import Call, bind, granularity
 from codalang.ir.epilogue import Epilogue, Output, Reduce, Store
 from codalang.ir.evaluate import TORCH_DTYPES, Context, evaluate_function, evaluate_nodes
-from codalang.ir.fold import FOLDED_AXES, REDUCTION_FUNCTIONS, folded, merged
+from codalang.ir.fold import REDUCTION_FUNCTIONS, contribution, merged
 from codalang.ir.types import Dtype, Kind, ValueType
 
 __all__ = ["TORCH_DTYPES", "Storage", "run", "run_tiled"]
@@ -65,7 +66,7 @@ def run(
     inputs: Mapping[str, Tensor | float],
     *,
     dtype: torch.dtype = torch.float64,
-    extents: tuple[int, int] | None = None,
+    extents: tuple[int, ...] | None = None,
     storage: Storage | None = None,
 ) -> dict[str, Tensor]:
     """Run an epilogue on whole matrices.
@@ -73,13 +74,15 @@ def run(
     Args:
         epilogue: what to run.
         inputs: every parameter by name, the accumulator included: a tile [M, w*N], a row [w*N], a col [M], a scalar
-            [] or a number; any strides; any floating dtype, int32 or int64 for an index, bool for a mask.
+            [] or a number, one row per sample [B, w*N]; any strides; any floating dtype, int32 or int64 for an index,
+            bool for a mask.
         dtype: what is computed in.
-        extents: (M, N), needed where no input determines one of them.
+        extents: (M, N), needed where no input determines one of them; (M, N, B) where none determines the samples.
         storage: rounds the outputs as the kernel does; without it they keep `dtype`.
 
     Returns:
-        The outputs by name in textual order, contiguous: tiles [M, w*N], rows [w*N], cols [M], scalars [].
+        The outputs by name in textual order, contiguous: tiles [M, w*N], rows [w*N], cols [M], scalars [], one row per
+        sample [B, w*N].
 
     Raises:
         CodaCallError: an input is missing, unknown, of the wrong shape, dtype or device, or extents are undetermined.
@@ -95,7 +98,7 @@ def run_tiled(
     *,
     tile: tuple[int, int],
     dtype: torch.dtype = torch.float64,
-    extents: tuple[int, int] | None = None,
+    extents: tuple[int, ...] | None = None,
     storage: Storage | None = None,
 ) -> dict[str, Tensor]:
     """Run an epilogue as the kernel does: one tile of the output after another, their partial results merged after.
@@ -150,13 +153,12 @@ def _tile_results(epilogue: Epilogue, values: Mapping[str, Tensor], context: Con
             parts[output.name] = (_stored(output.type.kind, operands[0], shape),)
             continue
         wide = [value.expand(shape) for value in operands]
-        axes = FOLDED_AXES[output.type.kind]
         if isinstance(output, Reduce):
-            parts[output.name] = (REDUCTION_FUNCTIONS[output.how](wide[0], axes),)
+            parts[output.name] = contribution(output, wide, context)
             continue
         transform = (output.values, output.definition, output.type.kind, output.type.width)
         if transform not in carried:  # results of one transform are folded once
-            carried[transform] = folded(output.definition, wide, axes, context)
+            carried[transform] = contribution(output, wide, context)
         parts[output.name] = carried[transform]
     return parts
 
@@ -181,8 +183,8 @@ def _assembled(output: Output, grid: Sequence[Sequence[_Parts]], context: Contex
         return torch.cat([torch.cat([part[0] for part in line], dim=1) for line in parts], dim=0)
     if kind is Kind.COL:
         return torch.cat([_combined(output, line, context) for line in parts])
-    if kind is Kind.ROW:
-        return torch.cat([_combined(output, line, context) for line in zip(*parts, strict=True)])
+    if kind in (Kind.ROW, Kind.ROWS):
+        return torch.cat([_combined(output, line, context) for line in zip(*parts, strict=True)], dim=-1)
     return _combined(output, [part for line in parts for part in line], context)
 
 

@@ -28,7 +28,7 @@ import attrs
 from codalang.ir.build import canonical
 from codalang.ir.epilogue import Epilogue, Keep, Node, with_values
 from codalang.ir.infer import infer
-from codalang.ir.types import Dtype, Kind, ValueType
+from codalang.ir.types import Dims, Dtype, Kind, ValueType
 
 _DTYPES = {float: Dtype.F32, int: Dtype.I32, bool: Dtype.BOOL}
 # Not min and max: which zero they answer may depend on the order.
@@ -64,7 +64,7 @@ def _kept(keeps: tuple[Keep, ...], new_index: list[int], nodes: list[Node]) -> t
 class _Graph:
     """Nodes by hash consing: the same op on the same operands is the same node."""
 
-    def __init__(self, dims: tuple[str, str]) -> None:
+    def __init__(self, dims: Dims) -> None:
         self.dims = dims
         self.nodes: list[Node] = []
         self._known: dict[tuple[object, ...], int] = {}

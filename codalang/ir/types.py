@@ -8,6 +8,10 @@ The kinds are the ways a value can vary over one GEMM output of shape [M, N]:
 | row      | columns     | [w*N]    |
 | col      | rows        | [M]      |
 | tile     | both        | [M, w*N] |
+| rows     | both        | [B, w*N] |
+
+`rows`, written `row[B, N]`, is one row per *sample*: the M rows are B samples of M/B consecutive rows each, which share
+it.  It is small, as a row is, and what is computed from it, from rows and from scalars alone is so, too.
 
 `w`, the *width*, counts columns in units of the epilogue's base extent N: `split` halves it, `join` doubles it.
 A col or a scalar has no columns of its own, hence no width (None).
@@ -21,6 +25,7 @@ None stands for "the floating dtype of the tensor passed at the call".
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 from fractions import Fraction
 
 import attrs
@@ -33,6 +38,10 @@ INTEGER_DTYPES = ("i32", "i64")
 PARAM_DTYPES = (*STORAGE_DTYPES, *INTEGER_DTYPES, "bool")
 
 
+# The symbols of an epilogue's extents: rows and columns, and samples where there are values of one row per sample.
+Dims = tuple[str, ...]
+
+
 class Kind(enum.Enum):
     """How a value varies over the output; see the table above."""
 
@@ -40,21 +49,44 @@ class Kind(enum.Enum):
     ROW = "row"
     COL = "col"
     TILE = "tile"
+    ROWS = "rows"
 
     @property
     def has_rows(self) -> bool:
-        """True where the value differs from row to row (col, tile)."""
-        return self in (Kind.COL, Kind.TILE)
+        """True where the value may differ from row to row (col, tile, rows)."""
+        return self in (Kind.COL, Kind.TILE, Kind.ROWS)
 
     @property
     def has_columns(self) -> bool:
-        """True where the value differs from column to column (row, tile)."""
-        return self in (Kind.ROW, Kind.TILE)
+        """True where the value differs from column to column (row, tile, rows)."""
+        return self in (Kind.ROW, Kind.TILE, Kind.ROWS)
+
+    @property
+    def per_row(self) -> bool:
+        """True where there is an element, or more, for each single row (col, tile)."""
+        return self in (Kind.COL, Kind.TILE)
+
+    @property
+    def word(self) -> str:
+        """How the language calls it: one row per sample is a `row`, too, of two extents."""
+        return "row" if self is Kind.ROWS else self.value
+
+    @property
+    def axes(self) -> int:
+        """How many extents its shape has."""
+        return self.has_rows + self.has_columns
 
     @staticmethod
-    def of(rows: bool, columns: bool) -> Kind:
-        """The kind that varies over exactly the named axes."""
-        return _KIND_OF[rows, columns]
+    def joined(kinds: Collection[Kind]) -> Kind:
+        """The kind of what is computed from values of these kinds, elementwise."""
+        if Kind.ROWS in kinds and not any(k.per_row for k in kinds):
+            return Kind.ROWS
+        return _KIND_OF[any(k.has_rows for k in kinds), any(k.has_columns for k in kinds)]
+
+    @staticmethod
+    def written(word: str, extents: int) -> Kind | None:
+        """The kind that is written as this word with so many extents."""
+        return next((k for k in Kind if (k.word, k.axes) == (word, extents)), None)
 
 
 _KIND_OF = {
@@ -92,7 +124,7 @@ class ValueType:
         if (self.width is None) == self.kind.has_columns:
             raise ValueError(f"a {self.kind.value} cannot have width {self.width}")
 
-    def show(self, dims: tuple[str, str]) -> str:
+    def show(self, dims: Dims) -> str:
         """The type as it is written in the language, e.g. `tile[M, N/2]`."""
         text = show_shape(self.kind, self.width, dims)
         return text if self.dtype is Dtype.F32 else f"{text} of {self.dtype.value}"
@@ -105,11 +137,11 @@ def show_extent(width: Fraction, n: str) -> str:
     return f"{n}/{width.denominator}" if width < 1 else f"{width.numerator}*{n}"
 
 
-def show_shape(kind: Kind, width: Fraction | None, dims: tuple[str, str]) -> str:
-    """A declared shape as written: `scalar`, `row[N]`, `col[M]`, `tile[M, N/2]`."""
-    m, n = dims
-    parts = ([m] if kind.has_rows else []) + ([show_extent(width, n)] if width is not None else [])
-    return kind.value + (f"[{', '.join(parts)}]" if parts else "")
+def show_shape(kind: Kind, width: Fraction | None, dims: Dims) -> str:
+    """A declared shape as written: `scalar`, `row[N]`, `col[M]`, `tile[M, N/2]`, `row[B, N]`."""
+    rows = [dims[2]] if kind is Kind.ROWS else [dims[0]] if kind.has_rows else []
+    parts = rows + ([show_extent(width, dims[1])] if width is not None else [])
+    return kind.word + (f"[{', '.join(parts)}]" if parts else "")
 
 
 SCALAR = ValueType(Kind.SCALAR)

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Sequence
 from codalang.errors import CodaError, CodaNameError, CodaTypeError, Loc
 from codalang.ir.build import canonical
 from codalang.ir.epilogue import Epilogue, Output, Param, Reduce, State, Store
-from codalang.ir.names import is_name
+from codalang.ir.names import AXES, is_name
 from codalang.ir.ops import REDUCTIONS
 from codalang.ir.types import (
     INTEGER_DTYPES,
     PARAM_DTYPES,
     STORAGE_DTYPES,
     WIDTHS,
+    Dims,
     Dtype,
     Kind,
     register_dtype,
@@ -61,12 +62,14 @@ def _check_name(name: object, what: str, loc: Loc | None) -> None:
 
 
 def _check_dims(epilogue: Epilogue) -> None:
-    if not isinstance(epilogue.dims, tuple) or len(epilogue.dims) != 2:
-        raise CodaTypeError(f"dims must be the names of rows and columns, got {epilogue.dims!r}", epilogue.loc)
+    wanted = AXES[: 3 if epilogue.has_samples else 2]
+    if not isinstance(epilogue.dims, tuple) or len(epilogue.dims) != len(wanted):
+        raise CodaTypeError(f"dims must be the names of {' and '.join(wanted)}, got {epilogue.dims!r}", epilogue.loc)
     for dim in epilogue.dims:
         _check_name(dim, "dimension", epilogue.loc)
-    if epilogue.dims[0] == epilogue.dims[1]:
-        raise CodaTypeError(f"rows and columns are both called `{epilogue.dims[0]}`", epilogue.loc)
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        if j < len(wanted) and epilogue.dims[i] == epilogue.dims[j]:
+            raise CodaTypeError(f"{AXES[i]} and {AXES[j]} are both called `{epilogue.dims[i]}`", epilogue.loc)
 
 
 def _check_unique(things: Iterable[Param | Output], what: str) -> None:
@@ -78,7 +81,7 @@ def _check_unique(things: Iterable[Param | Output], what: str) -> None:
         seen.add(thing.name)
 
 
-def _check_width(thing: Param | Output, what: str, dims: tuple[str, str]) -> None:
+def _check_width(thing: Param | Output, what: str, dims: Dims) -> None:
     if thing.type.width is not None and thing.type.width not in WIDTHS:
         raise CodaTypeError(f"{what} `{thing.name}` has no width that there is: {thing.type.show(dims)}", thing.loc)
 
@@ -92,7 +95,7 @@ def _check_dtype(thing: Param | Output, what: str, known: Sequence[str]) -> None
         )
 
 
-def _check_param(param: Param, dims: tuple[str, str]) -> None:
+def _check_param(param: Param, dims: Dims) -> None:
     _check_width(param, "parameter", dims)
     _check_dtype(param, "parameter", PARAM_DTYPES)
     if param.type.dtype is not register_dtype(param.dtype):
@@ -108,7 +111,7 @@ def _check_output(epilogue: Epilogue, output: Output, checked: set[int]) -> None
     for value in output.values:
         if not isinstance(value, int) or not 0 <= value < len(epilogue.nodes):
             raise CodaTypeError(f"`{what} {output.name}` is of {value!r}, which is no node", output.loc)
-    if output.type.kind is Kind.TILE and not isinstance(output, Store):
+    if output.type.kind is (Kind.ROWS if isinstance(output, Store) else Kind.TILE):
         raise CodaTypeError(f"`{what} {output.name}` cannot be {output.type.show(epilogue.dims)}", output.loc)
     if isinstance(output, State):
         if id(output.definition) not in checked:

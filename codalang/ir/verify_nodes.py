@@ -8,12 +8,12 @@ from codalang.errors import CodaError, CodaTypeError
 from codalang.ir.epilogue import Node
 from codalang.ir.infer import infer
 from codalang.ir.ops import OPS
-from codalang.ir.types import Dtype, Kind, ValueType
+from codalang.ir.types import Dims, Dtype, Kind, ValueType
 
 _CONSTANTS = {float: Dtype.F32, int: Dtype.I32, bool: Dtype.BOOL}
 
 
-def check_nodes(nodes: Sequence[Node], params: Mapping[str, ValueType], dims: tuple[str, str]) -> None:
+def check_nodes(nodes: Sequence[Node], params: Mapping[str, ValueType], dims: Dims) -> None:
     """Raise CodaTypeError for the first node that is not well-formed."""
     for index, node in enumerate(nodes):
         if node.op == "param":
@@ -31,7 +31,7 @@ def _node_error(index: int, node: Node, message: str) -> CodaError:
     return CodaTypeError(f"node {index} (`{node.op}`) {message}", node.loc)
 
 
-def _check_param_node(index: int, node: Node, params: Mapping[str, ValueType], dims: tuple[str, str]) -> None:
+def _check_param_node(index: int, node: Node, params: Mapping[str, ValueType], dims: Dims) -> None:
     if node.args or not isinstance(node.attr, str) or node.attr not in params:
         raise _node_error(index, node, f"names no parameter: {node.attr!r}")
     declared = params[node.attr]
@@ -50,7 +50,7 @@ def _check_const_node(index: int, node: Node) -> None:
         raise _node_error(index, node, f"does not fit in 32 bits: {node.attr!r}")
 
 
-def _check_op_node(nodes: Sequence[Node], index: int, node: Node, dims: tuple[str, str]) -> None:
+def _check_op_node(nodes: Sequence[Node], index: int, node: Node, dims: Dims) -> None:
     for arg in node.args:
         if not isinstance(arg, int) or not 0 <= arg < index:
             raise _node_error(index, node, f"has operand {arg!r}, which is no earlier node")

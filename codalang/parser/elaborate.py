@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable
 from codalang.errors import CodaTypeError, Loc
 from codalang.ir.build import EpilogueBuilder
 from codalang.ir.epilogue import Epilogue
-from codalang.ir.names import DISCARD, default_dims
+from codalang.ir.names import AXES, DISCARD, default_dims
 from codalang.ir.states import StateDef
 from codalang.ir.types import (
     INTEGER_DTYPES,
     PARAM_DTYPES,
     STORAGE_DTYPES,
     WIDTHS,
+    Dims,
     Dtype,
     Kind,
     ValueType,
@@ -40,7 +41,7 @@ _DTYPE_NAMES = {
     "mask": "bool",
     "boolean": "bool",
 }
-_EXAMPLES = {Kind.SCALAR: "scalar", Kind.ROW: "row[{1}]", Kind.COL: "col[{0}]", Kind.TILE: "tile[{0}, {1}]"}
+_EXAMPLES = {"scalar": "scalar", "row": "row[N]", "col": "col[M]", "tile": "tile[M, N]"}
 _FOLDED_HINTS = {
     Dtype.F32: "`float(i)` makes a number of an index or a mask",
     Dtype.I32: "an index comes from `row_index()`, `col_index()` or a parameter",
@@ -81,25 +82,31 @@ class _Elaborator:
 
     # Shapes and dimensions
 
-    def _dims(self) -> tuple[str, str]:
-        """The symbols of rows and columns: as declared after the name, or where they are first used."""
-        rows, columns = self.definition.dims or (None, None)
+    def _dims(self) -> Dims:
+        """The symbols of rows, columns and samples: as declared after the name, or where they are first used."""
+        found: dict[str, Word] = dict(zip(AXES, self.definition.dims or (), strict=False))
         for shape in self._shapes():
             kind = self._kind(shape)
             extents = list(shape.extents)
             if kind.has_rows:
-                rows = self._same_dim(rows, extents.pop(0), "rows", shape)
+                self._same_dim(found, extents.pop(0), "samples" if kind is Kind.ROWS else "rows", shape)
             if kind.has_columns:
-                columns = self._same_dim(columns, extents.pop(0), "columns", shape)
-        names = default_dims(rows.text if rows else None, columns.text if columns else None)
-        if names[0] == names[1] and rows and columns:
-            raise CodaTypeError(
-                f"rows and columns are both called `{shorten(names[0])}`",
-                self._loc(columns.span),
-                notes=((self._loc(rows.span), "these are the rows"),),
-                hint="one symbol means one number; give the two dimensions two names",
-            )
-        return names
+                self._same_dim(found, extents.pop(0), "columns", shape)
+        self._check_different(found)
+        return default_dims(*(found[axis].text if axis in found else None for axis in AXES))
+
+    def _check_different(self, found: dict[str, Word]) -> None:
+        """One symbol means one number."""
+        for first, second in (("rows", "columns"), ("rows", "samples"), ("columns", "samples")):
+            if first in found and second in found and found[first].text == found[second].text:
+                raise CodaTypeError(
+                    f"{first} and {second} are both called `{shorten(found[first].text)}`",
+                    self._loc(found[second].span),
+                    notes=((self._loc(found[first].span), f"these are the {first}"),),
+                    hint="one symbol means one number; give the two dimensions two names"
+                    if second == "columns"
+                    else "`row[B, N]` has one row per sample of M/B rows; a number for each row and column is a tile",
+                )
 
     def _shapes(self) -> Iterable[syntax.Shape]:
         yield from (p.shape for p in self.definition.params)
@@ -110,36 +117,35 @@ class _Elaborator:
     def _kind(self, shape: syntax.Shape) -> Kind:
         """The kind of a shape, its number of extents checked."""
         word = shape.kind
-        names = [k.value for k in Kind]
-        if word.text not in names:
+        if word.text not in _EXAMPLES:
             raise CodaTypeError(
                 f"unknown shape `{shorten(word.text)}`",
                 self._loc(word.span),
                 hint="a parameter declares a shape, then a dtype: `scalar: i32`"
                 if word.text in PARAM_DTYPES
-                else suggestion(word.text, names)
-                or f"there are {', '.join(_EXAMPLES[k].format('M', 'N') for k in Kind)}",
+                else suggestion(word.text, [*_EXAMPLES]) or f"there are {', '.join(_EXAMPLES.values())}",
             )
-        kind = Kind(word.text)
-        wanted = kind.has_rows + kind.has_columns
-        if len(shape.extents) != wanted:
+        kind = Kind.written(word.text, len(shape.extents))
+        if kind is None:
+            wanted = Kind(word.text).axes
             raise CodaTypeError(
                 f"a {word.text} has {wanted} dimension{'' if wanted == 1 else 's'}, got {len(shape.extents)}",
                 self._loc(shape.span),
-                hint=f"write `{_EXAMPLES[kind].format('M', 'N')}`",
+                hint=f"write `{_EXAMPLES[word.text]}`",
             )
         return kind
 
-    def _same_dim(self, known: Word | None, extent: syntax.Extent, axis: str, shape: syntax.Shape) -> Word:
+    def _same_dim(self, found: dict[str, Word], extent: syntax.Extent, axis: str, shape: syntax.Shape) -> None:
+        """Note the symbol of an axis.  Raises CodaTypeError where it is another one than before, or no symbol."""
         if extent.symbol is None:
             raise CodaTypeError(
                 f"`{shorten(extent.text)}` is no dimension: dimensions are symbols, bound at the call",
                 self._loc(extent.span),
                 hint="write a name, such as M or N",
             )
-        if axis == "rows" and extent.width != 1:
+        if axis != "columns" and extent.width != 1:
             raise CodaTypeError(
-                f"the rows of a {shape.kind.text} cannot be `{shorten(extent.text)}`",
+                f"the {axis} of a {shape.kind.text} cannot be `{shorten(extent.text)}`",
                 self._loc(extent.span),
                 hint="only columns are halved (`split`) or doubled (`join`)",
             )
@@ -149,8 +155,9 @@ class _Elaborator:
                 self._loc(extent.span),
                 hint="widths are {0}/2, {0} and 2*{0}".format(shorten(extent.symbol)),
             )
-        if known is not None and known.text != extent.symbol:
-            vector = shape.kind.text in ("row", "col")
+        known = found.setdefault(axis, Word(extent.symbol, extent.span))
+        if known.text != extent.symbol:
+            vector = shape.kind.text in ("row", "col") and axis != "samples"
             have, want = shorten(extent.symbol), shorten(known.text)
             raise CodaTypeError(
                 f"the {axis} of this {shape.kind.text} are `{have}`, expected `{want}`",
@@ -158,7 +165,6 @@ class _Elaborator:
                 notes=((self._loc(known.span), f"the {axis} are `{want}` here"),),
                 hint="a col has a number for each row, a row a number for each column" if vector else None,
             )
-        return known or Word(extent.symbol, extent.span)
 
     def _type(self, shape: syntax.Shape, dtype: Dtype = Dtype.F32) -> ValueType:
         kind = self._kind(shape)
