@@ -7,6 +7,7 @@ and merges partials in a kernel of its own.  Values are those of the reference, 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
@@ -21,7 +22,7 @@ from codalang.ir.evaluate import Context, evaluate_function
 from codalang.ir.fold import merged
 from codalang.ir.types import Kind, ValueType
 from codalang.lower import plan, run
-from codalang.lower.spec import KernelSpec, base_width, folds, loaded_params
+from codalang.lower.spec import PLAIN, Folding, KernelSpec, base_width, foldings_fit, folds, loaded_params
 
 
 @contextlib.contextmanager
@@ -54,18 +55,25 @@ def _main(spec: KernelSpec, compute: torch.dtype, *arguments: object) -> None:
     if spec.operand:
         a, b, inputs, outputs, clusters = arguments
         assert clusters == 132 // (spec.config.cluster[0] * spec.config.cluster[1])
-        for tensor, major in ((a, spec.operand.a_major), (b, spec.operand.b_major)):
-            assert_addressable(tensor if major == "k" else tensor.T)
+        a, b = (
+            flat(tensor, folding, major)
+            for tensor, folding, major in (
+                (a, spec.operand.a_folding, spec.operand.a_major),
+                (b, spec.operand.b_folding, spec.operand.b_major),
+            )
+        )
+        assert foldings_fit(spec, spec.config.tile, spec.config.cluster)
         given[epilogue.params[0].name] = a.double() @ b.double().T
         tile, m, n = spec.config.tile, a.shape[0], b.shape[0]
     else:
         inputs, outputs, m, n = arguments
         tile = (plan.HOSTED_ROWS, 32 * plan.hosted_run(spec.aligned))
-    for param, dtype, tensor in zip(
-        loaded_params(epilogue, spec.operand is not None), spec.input_dtypes, inputs, strict=True
-    ):
+    buffers, outputs = outputs, [t if t.ndim == 2 else t.reshape(-1, t.shape[-1]).clone() for t in outputs]
+    params = loaded_params(epilogue, spec.operand is not None)
+    foldings = spec.input_foldings or (PLAIN,) * len(params)
+    for param, dtype, tensor, folding in zip(params, spec.input_dtypes, inputs, foldings, strict=True):
         if param.type.kind is Kind.TILE and (spec.operand or spec.aligned):
-            assert_addressable(tensor)
+            tensor = flat(tensor, folding)
         given[param.name] = _loaded(tensor, dtype, param.type)
     used = tuple(p for p in epilogue.params if p.name in given)
     extents = (m, int(n / base))
@@ -78,13 +86,22 @@ def _main(spec: KernelSpec, compute: torch.dtype, *arguments: object) -> None:
                 for start, size, end in zip((row, column), (tile[0], step), extents, strict=True)
             )
             _one_tile(attrs.evolve(epilogue, params=used), call, outputs, (i, j), rows, columns)
+    foldings = spec.output_foldings or (PLAIN,) * len(spec.output_dtypes)
+    for buffer, written, folding in zip(buffers, outputs, foldings, strict=False):
+        if folding != PLAIN:
+            flat(buffer, folding)
+            buffer.copy_(written.view(buffer.shape))
 
 
-def assert_addressable(tensor: Tensor) -> None:
-    """TMA can load it."""
-    assert tensor.stride(1) == 1
+def flat(tensor: Tensor, folding: Folding, major: str = "k") -> Tensor:
+    """A matrix that TMA can address, in two dimensions."""
+    rows = 1 + len(folding.rows)
+    assert (tuple(tensor.shape[1:rows]), tuple(tensor.shape[rows + 1 :])) == (folding.rows, folding.columns)
+    contiguous = tensor.ndim - 1 if major == "k" else rows - 1
+    assert tensor.stride(contiguous) == 1
     assert tensor.data_ptr() % 16 == 0
-    assert tensor.stride(0) * tensor.element_size() % 16 == 0
+    assert all(s * tensor.element_size() % 16 == 0 for i, s in enumerate(tensor.stride()) if i != contiguous)
+    return tensor.reshape(math.prod(tensor.shape[:rows]), math.prod(tensor.shape[rows:]))
 
 
 def _loaded(value: object, dtype: str, type_: ValueType) -> object:

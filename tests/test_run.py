@@ -18,7 +18,8 @@ from codalang.ir import reference
 from codalang.ir.epilogue import Epilogue
 from codalang.ir.types import Dtype
 from codalang.lower import run
-from codalang.lower.spec import KernelSpec
+from codalang.lower.folded import Matrix
+from codalang.lower.spec import Folding, KernelSpec
 from codalang.parser import parse
 
 EVERYTHING = parse(
@@ -423,3 +424,72 @@ def test_of_nothing_a_parameter_that_is_not_used_may_be_missing(asked: list[Kern
     del inputs["target"]
     with pytest.raises(CodaCallError, match="target"):
         run.hosted(LANGUAGE, inputs)
+
+
+# ---- folded matrices -------------------------------------------------------------------------------------------------
+
+# A weight as a checkpoint keeps it, and the view whose leading dimensions are the rows of the matrix in question.
+FOLDED: dict[str, tuple[tuple[int, ...], tuple[int, ...], Folding]] = {
+    "gate and up": ((2, 36, 24), (1, 0, 2), Folding((2,))),
+    "half-split pairs": ((3, 2, 8, 24), (0, 2, 1, 3), Folding((8, 2))),
+    "nothing to fold": ((3, 8, 24), (0, 1, 2), Folding()),
+    "a box of no tile": ((14, 6, 24), (1, 0, 2), Folding()),
+    "more than a kernel should know": ((512, 2, 24), (1, 0, 2), Folding()),
+    "a pitch of no TMA": ((2, 36, 23), (1, 0, 2), Folding()),
+}
+
+
+def _folded(name: str) -> tuple[Tensor, Folding]:
+    """The view, and how the kernel sees it."""
+    extents, order, folding = FOLDED[name]
+    return torch.randn(extents).bfloat16().permute(order), folding
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_operands_are_folded(asked: list[KernelSpec], name: str) -> None:
+    plain = parse("epilogue plain(acc: tile[M, N]) { store y: tile[M, N]: f32 = acc }").epilogues["plain"]
+    w, folding = _folded(name)
+    flat = w.reshape(-1, w.shape[-1])
+    x, dy = torch.randn(40, flat.shape[1]).bfloat16(), torch.randn(40, flat.shape[0]).bfloat16()
+    forward, weight_first = run.gemm(plain, x, w, {})["y"], run.gemm(plain, w, x, {})["y"]
+    backward = run.gemm(plain, dy, Matrix(w, w.ndim - 1).T, {})["y"]
+    assert torch.equal(forward, (x.double() @ flat.double().T).float())
+    assert torch.equal(weight_first, forward.T)
+    assert torch.equal(backward, (dy.double() @ flat.double()).float())
+    seen = [(spec.operand.a_folding, spec.operand.b_folding) for spec in asked]
+    assert seen == [(Folding(), folding), (folding, Folding()), (Folding(), Folding((), folding.rows))]
+
+
+@pytest.mark.parametrize("name", FOLDED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_is_accumulated_in_its_layout(asked: list[KernelSpec], name: str, dtype: torch.dtype) -> None:
+    w, folding = _folded(name)
+    gradient = w.to(dtype).clone(memory_format=torch.preserve_format)
+    assert gradient.stride() == w.stride()
+    rows, columns = w.shape[:-1].numel(), w.shape[-1]
+    dy, x = torch.randn(40, rows).bfloat16(), torch.randn(40, columns).bfloat16()
+    truth = (dy.double().T @ x.double() + gradient.double().reshape(rows, columns)).to(dtype)
+    got = run.gemm(ACCUMULATE, dy.T, x.T, {"c": gradient}, dtypes={"c": dtype}, out={"c": gradient})["c"]
+    assert got is gradient
+    assert torch.equal(got.reshape(rows, columns), truth)
+    if name != "a pitch of no TMA":
+        assert asked[0].output_foldings == asked[0].input_foldings == (() if folding == Folding() else (folding,))
+    plain = {"acc": torch.zeros(rows, columns, dtype=dtype), "c": gradient}
+    assert run.hosted(ACCUMULATE, plain, out={"c": gradient})["c"] is gradient
+    assert torch.equal(gradient.reshape(rows, columns), truth)
+
+
+def test_one_kernel_serves_every_extent_of_a_folding(asked: list[KernelSpec]) -> None:
+    plain = parse("epilogue plain(acc: tile[M, N]) { store y: tile[M, N] = acc }").epilogues["plain"]
+    for features in (36, 40):
+        run.gemm(plain, torch.randn(40, 24).bfloat16(), torch.randn(2, features, 24).bfloat16().transpose(0, 1), {})
+    assert len(asked) == 2
+    assert asked[0] == asked[1]
+
+
+def test_a_folded_buffer_must_be_dense(asked: list[KernelSpec]) -> None:
+    a, b = torch.randn(40, 72).bfloat16().T, torch.randn(40, 24).bfloat16().T
+    c = torch.zeros(2, 36, 24)
+    for out in (c[:, :, :16].transpose(0, 1), c[:1].expand(2, 36, 24).transpose(0, 1), c.transpose(0, 1)[1:]):
+        with pytest.raises(CodaCallError, match="the buffer for `c`"):
+            run.gemm(ACCUMULATE, a, b, {"c": c.transpose(0, 1)}, dtypes={"c": torch.float32}, out={"c": out})

@@ -28,7 +28,7 @@ import attrs
 from codalang.errors import CodaCompileError, CodaUnsupportedError
 from codalang.lower.codegen import generate
 from codalang.lower.plan import SMEM_CAPACITY, shared_bytes
-from codalang.lower.spec import KernelSpec
+from codalang.lower.spec import PLAIN, Folding, KernelSpec
 
 ARCH = "sm_90a"
 ENTRY = "codalang_kernel"
@@ -115,14 +115,15 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
     body = load_body(spec)
     int64 = cute.sym_int64
 
-    def tensor(dtype: str, major: str = "k", aligned: bool = True) -> Any:
+    def tensor(dtype: str, major: str = "k", aligned: bool = True, folding: Folding = PLAIN) -> Any:
         # 16 bytes: what TMA demands of the base and of every stride but the contiguous one
-        pitch = int64(divisibility=16 // (CUTE_DTYPES[dtype].width // 8) if aligned else 1)
-        stride = (pitch, 1) if major == "k" else (1, pitch)
-        align = 16 if aligned else CUTE_DTYPES[dtype].width // 8
-        return cute.runtime.make_fake_tensor(
-            CUTE_DTYPES[dtype], (cute.sym_int(), cute.sym_int()), stride, assumed_align=align
-        )
+        element = CUTE_DTYPES[dtype].width // 8
+        shape = (cute.sym_int(), *folding.rows, cute.sym_int(), *folding.columns)
+        contiguous = len(shape) - 1 if major == "k" else len(folding.rows)
+        divisor = 16 // element if aligned else 1
+        stride = tuple(1 if i == contiguous else int64(divisibility=divisor) for i in range(len(shape)))
+        align = 16 if aligned else element
+        return cute.runtime.make_fake_tensor(CUTE_DTYPES[dtype], shape, stride, assumed_align=align)
 
     def vector(dtype: str) -> Any:
         if dtype == "number":
@@ -138,8 +139,16 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
     if spec.merge is not None:
         return _merge_kernel(body.PARTIALS[spec.merge], row_of_words)
     aligned = spec.aligned
-    inputs = tuple(tensor(i.dtype, aligned=aligned) if i.kind == "tile" else vector(i.dtype) for i in body.INPUTS)
-    outputs = tuple(tensor(t.dtype, aligned=aligned) for t in body.TILES)
+    input_foldings = spec.input_foldings or (PLAIN,) * len(body.INPUTS)
+    output_foldings = spec.output_foldings or (PLAIN,) * len(body.TILES)
+    inputs = tuple(
+        tensor(i.dtype, aligned=aligned, folding=folding) if i.kind == "tile" else vector(i.dtype)
+        for i, folding in zip(body.INPUTS, input_foldings, strict=True)
+    )
+    outputs = tuple(
+        tensor(t.dtype, aligned=aligned, folding=folding)
+        for t, folding in zip(body.TILES, output_foldings, strict=True)
+    )
     outputs += tuple(row_of_words("f32") for _ in body.VECTORS)
     outputs += tuple(row_of_words(dtype) for p in body.PARTIALS for dtype in p.fold.dtypes)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
@@ -153,8 +162,9 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
     if spec.config is None or shared_bytes(spec, spec.config) > SMEM_CAPACITY:
         # the launcher would only print a line before a launch that cannot succeed
         raise CodaUnsupportedError(f"`{spec.epilogue.name}` does not fit in shared memory with {spec.config}")
-    kernel = GemmKernel(body, spec.config, operand.dtype, operand.a_major, operand.b_major)
-    a, b = tensor(operand.dtype, operand.a_major), tensor(operand.dtype, operand.b_major)
+    kernel = GemmKernel(body, spec.config, operand, input_foldings, output_foldings)
+    a = tensor(operand.dtype, operand.a_major, folding=operand.a_folding)
+    b = tensor(operand.dtype, operand.b_major, folding=operand.b_folding)
     return kernel, [a, b, inputs, outputs, cutlass.Int32(1), stream]
 
 

@@ -22,13 +22,12 @@ from codalang.errors import CodaUnsupportedError
 from codalang.ir.epilogue import Epilogue, Reduce, State
 from codalang.ir.types import Kind
 from codalang.lower.codegen import unit
-from codalang.lower.spec import DTYPE_BYTES, Config, KernelSpec, folds, relative_width
+from codalang.lower.spec import DTYPE_BYTES, SLAB_ROWS, Config, KernelSpec, foldings_fit, folds, relative_width
 
 SMEM_CAPACITY = 232_448  # bytes of shared memory that one CTA of SM90 can have
 SMEM_RESERVE = 4 * 1024  # barriers, and the alignment of each buffer to 1024 bytes
 MAX_STAGES = 8
 CONSUMER_WARPS = 8
-SLAB_ROWS = 16  # rows of one warp in a 64-row block of the accumulator
 SMS = 132  # of an H100 or H200 SXM
 HOSTED_ROWS = 64  # rows of a hosted kernel's tile
 CONSUMER_REGISTERS = 244  # estimated, per thread of a consumer warpgroup: above it kernels were seen to spill
@@ -133,6 +132,8 @@ def _configurations(spec: KernelSpec, tiling: Tiling) -> Iterator[Config]:
     has_loads = any(p.type.kind is Kind.TILE for p, _ in spec.inputs)
     has_stores = bool(spec.stores)
     narrow = unit(spec.epilogue)
+    if not foldings_fit(spec, tiling.tile, tiling.cluster):
+        return
     for subtile, loads, stores in SLABS:
         subtile = max(subtile, narrow)
         if tiling.tile[1] % subtile:

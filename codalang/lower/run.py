@@ -10,6 +10,7 @@ minima by torch's own reduction, stateful transforms by a small kernel (`merge`)
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -25,8 +26,20 @@ from codalang.ir.types import Dtype, Kind
 from codalang.lower import plan
 from codalang.lower.buffers import Read, Written, check_sharing, span
 from codalang.lower.codegen import unit
+from codalang.lower.folded import Matrix, as_box, box, is_dense
 from codalang.lower.load import function
-from codalang.lower.spec import Config, KernelSpec, Operand, base_width, folds, loaded_params, merge_spec
+from codalang.lower.spec import (
+    PLAIN,
+    Config,
+    Folding,
+    KernelSpec,
+    Operand,
+    base_width,
+    foldings_fit,
+    folds,
+    loaded_params,
+    merge_spec,
+)
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -43,8 +56,8 @@ empty = torch.empty  # how outputs and partials are allocated; tests replace it 
 
 def gemm(
     epilogue: Epilogue,
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: torch.Tensor | Matrix,
+    b: torch.Tensor | Matrix,
     inputs: Mapping[str, torch.Tensor | float],
     *,
     dtypes: Mapping[str, torch.dtype] | None = None,
@@ -56,11 +69,13 @@ def gemm(
     Args:
         epilogue: its first parameter is the accumulator.
         a, b: [M, K] and [N, K], both bf16 or both f16, on one Hopper GPU; any strides.  N counts the accumulator's
-            columns.
+            columns.  With more dimensions, rows are the row-major flattening of all but the last: see `folded`, which
+            has `Matrix` for what is folded otherwise.
         inputs: the other parameters by name; tiles [M, w*N], rows [w*N], cols [M], scalars as numbers or one-element
-            tensors.  Parameters that the epilogue does not use may be missing.
+            tensors.  Parameters that the epilogue does not use may be missing.  Tiles may be folded as operands are.
         dtypes: storage dtypes of outputs; default: the annotation, else a's dtype (reductions: f32).
-        out: buffers for some of the outputs, contiguous; see `buffers.py` for what they may share memory with.
+        out: buffers for some of the outputs, contiguous, or tiles folded as operands are; see `buffers` for what they
+            may share memory with.
         config: overrides the heuristic.
 
     Returns:
@@ -70,14 +85,20 @@ def gemm(
         CodaCallError: a shape or dtype that does not fit, or a buffer that would be written before it is read.
         CodaUnsupportedError, CodaCompileError: see `plan.choose` and `compile.compile_object`.
     """
-    if a.ndim == b.ndim == 2 and (a.shape[0] == 0 or b.shape[0] == 0):
-        accumulator = {epilogue.params[0].name: a.new_zeros(a.shape[0], b.shape[0])}
-        shape = _Shape(epilogue, a.shape[0], b.shape[0], a.device)
-        return _of_nothing(shape, {**inputs, **accumulator}, a.dtype, dtypes or {}, out or {})
+    a, a_dims = (a.tensor, a.row_dims) if isinstance(a, Matrix) else (a, a.ndim - 1)
+    b, b_dims = (b.tensor, b.row_dims) if isinstance(b, Matrix) else (b, b.ndim - 1)
     values = [inputs.get(name) for name in _loaded_names(epilogue, True)]
     outputs = (*(dtypes or {}).items(), *(_forms(out) if out else ()))
-    key = (epilogue, config, function, _form(a), _form(b), *map(_form, values), *outputs)
-    call = _CALLS.get(key) or _remember(key, _gemm_call(epilogue, a, b, values, dict(dtypes or {}), out or {}, config))
+    key = (epilogue, config, function, a_dims, _form(a), b_dims, _form(b), *map(_form, values), *outputs)
+    call = _CALLS.get(key)
+    if call is None:
+        operands = Matrix(a, a_dims), Matrix(b, b_dims)
+        _check_operands(*operands)
+        shape = _Shape(epilogue, operands[0].shape[0], operands[1].shape[0], a.device)
+        if shape.m == 0 or shape.n == 0:
+            accumulator = {epilogue.params[0].name: a.new_zeros(shape.m, shape.n)}
+            return _of_nothing(shape, {**inputs, **accumulator}, a.dtype, dtypes or {}, out or {})
+        call = _remember(key, _gemm_call(shape, operands, values, dtypes or {}, out or {}, config))
     return call.run((a, b, *values), out or {})
 
 
@@ -129,17 +150,20 @@ class _Buffer:
         shape: what is allocated: a tile with a padded pitch, a vector as one row, or one partial per tile.
         columns: columns of it that the kernel sees, where that is not all.
         given: the output whose buffer, given by the caller, it is; None where it is allocated.
+        stride: of a folded one, which the caller gives.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     columns: int | None = None
     given: str | None = None
+    stride: tuple[int, ...] | None = None
 
     def allocate(self, device: torch.device, out: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The kernel's argument."""
         if self.given is not None:
-            return out[self.given].view(self.shape)
+            buffer = out[self.given]
+            return buffer.view(self.shape) if self.stride is None else buffer.as_strided(self.shape, self.stride)
         tensor = empty(self.shape, dtype=self.dtype, device=device)
         return tensor if self.columns is None else tensor[:, : self.columns]
 
@@ -202,7 +226,7 @@ class _Call:
             finals = result.finish(group, given)
             for name, tensor, dtype, target in zip(result.names, finals, result.dtypes, given, strict=True):
                 if target is not None:
-                    finished[name] = target if tensor.data_ptr() == target.data_ptr() else target.copy_(tensor)
+                    finished[name] = target if tensor.data_ptr() == target.data_ptr() else _filled(target, tensor)
                 else:
                     finished[name] = tensor if tensor.dtype is dtype else tensor.to(dtype)
         return {name: finished[name] for name in self.names}
@@ -235,50 +259,66 @@ def _loaded_names(epilogue: Epilogue, on_gemm: bool) -> tuple[str, ...]:
     return tuple(p.name for p in loaded_params(epilogue, on_gemm))
 
 
+def _check_operands(a: Matrix, b: Matrix) -> None:
+    dtype = a.tensor.dtype
+    if dtype != b.tensor.dtype or dtype not in (torch.bfloat16, torch.float16):
+        raise CodaCallError(
+            f"a kernel multiplies two bf16 or two f16 operands, got {dtype} and {b.tensor.dtype}", argument="a"
+        )
+    if min(a.row_dims, b.row_dims) < 1 or a.shape[1] != b.shape[1]:
+        raise CodaCallError(
+            f"a [M, K] and b [N, K] must agree in K, got {list(a.tensor.shape)} and {list(b.tensor.shape)}",
+            argument="b",
+        )
+
+
 def _gemm_call(
-    epilogue: Epilogue,
-    a: torch.Tensor,
-    b: torch.Tensor,
+    shape: _Shape,
+    operands: tuple[Matrix, Matrix],
     values: list[Value],
-    dtypes: dict[str, torch.dtype],
+    dtypes: Mapping[str, torch.dtype],
     out: Mapping[str, torch.Tensor],
     config: Config | None,
 ) -> _Call:
-    if a.dtype != b.dtype or a.dtype not in (torch.bfloat16, torch.float16):
-        raise CodaCallError(
-            f"a kernel multiplies two bf16 or two f16 operands, got {a.dtype} and {b.dtype}", argument="a"
+    epilogue, (a, b) = shape.epilogue, operands
+    params = loaded_params(epilogue, True)
+    storage = _storage_dtypes(epilogue, a.tensor.dtype, dtypes)
+    shape.check_buffers(storage, out)
+    for folds_allowed in (True, False):
+        passed = [_operand(matrix, folds_allowed) for matrix in operands]
+        inputs = [shape.input(p, v, pad=True, fold=folds_allowed) for p, v in zip(params, values, strict=True)]
+        foldings = shape.output_foldings(out, folds_allowed)
+        spec = KernelSpec(
+            epilogue,
+            Operand(DTYPE_NAMES[a.tensor.dtype], passed[0][1], passed[1][1], passed[0][2], passed[1][2]),
+            tuple(dtype for _, dtype, _ in inputs),
+            tuple(DTYPE_NAMES[storage[s.name]] for s in epilogue.stores),
+            None,
+            input_foldings=_unless_plain(f for _, _, f in inputs),
+            output_foldings=_unless_plain(foldings),
         )
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
-        raise CodaCallError(
-            f"a [M, K] and b [N, K] must agree in K, got {list(a.shape)} and {list(b.shape)}", argument="b"
-        )
-    shape = _Shape(epilogue, a.shape[0], b.shape[0], a.device)
-    storage = _storage_dtypes(epilogue, a.dtype, dtypes)
-    inputs = [shape.input(p, v, pad=True) for p, v in zip(loaded_params(epilogue, True), values, strict=True)]
-    names = tuple(o.name for o in epilogue.outputs)
-    prepare_a, a_major = _operand(a)
-    prepare_b, b_major = _operand(b)
-    spec = KernelSpec(
-        epilogue,
-        Operand(DTYPE_NAMES[a.dtype], a_major, b_major),
-        tuple(dtype for _, dtype in inputs),
-        tuple(DTYPE_NAMES[storage[s.name]] for s in epilogue.stores),
-        None,
-    )
+        # no tile may be made of whole boxes of what is folded: then all of it goes through copies
+        if any(foldings_fit(spec, t.tile, t.cluster) for t in ((config,) if config else plan.TILINGS)):
+            break
     chosen = config or plan.choose(spec, shape.m, shape.n, a.shape[1])
     cluster = chosen.cluster[0] * chosen.cluster[1]
-    prepare = (prepare_a, prepare_b, *(prepare for prepare, _ in inputs))
-    results = shape.results(storage, chosen.tile, out, padded=True)
+    prepare = (*(prepare for prepare, _, _ in passed), *(prepare for prepare, _, _ in inputs))
+    results = shape.results(storage, chosen.tile, out, padded=True, foldings=foldings)
     return _Call(
         function(attrs.evolve(spec, config=chosen)),
         prepare,
         2,
         results,
-        names,
-        (max(1, _sms(a.device) // cluster),),
-        a.device,
-        shape.written((None, None, *loaded_params(epilogue, True)), (a, b, *values), prepare, results, out),
+        tuple(o.name for o in epilogue.outputs),
+        (max(1, _sms(shape.device) // cluster),),
+        shape.device,
+        shape.written((None, None, *params), (a.tensor, b.tensor, *values), prepare, results, out),
     )
+
+
+def _unless_plain(foldings: Iterable[Folding]) -> tuple[Folding, ...]:
+    found = tuple(foldings)
+    return () if all(f == PLAIN for f in found) else found
 
 
 def _hosted_call(
@@ -288,10 +328,10 @@ def _hosted_call(
     params = loaded_params(epilogue, False)
     # groups of columns are exchanged among lanes that hold eight each: such rows are made aligned
     pad = unit(epilogue) > 8
-    inputs = [shape.input(p, v, pad=pad) for p, v in zip(params, values, strict=True)]
+    inputs = [shape.input(p, v, pad=pad, fold=False)[:2] for p, v in zip(params, values, strict=True)]
     # what `prepare` copies is a fresh contiguous tensor
     tiles = [
-        (v if prepare is None else torch.empty(v.shape, dtype=v.dtype, device="meta"))
+        (v if prepare is None else torch.empty(shape.of(p), dtype=v.dtype, device="meta"))
         for p, v, (prepare, _) in zip(params, values, inputs, strict=True)
         if p.type.kind is Kind.TILE and isinstance(v, torch.Tensor)
     ]
@@ -305,7 +345,8 @@ def _hosted_call(
         aligned,
     )
     tile = (plan.HOSTED_ROWS, 32 * plan.hosted_run(aligned))
-    results = shape.results(storage, tile, out, padded=aligned)
+    shape.check_buffers(storage, out)
+    results = shape.results(storage, tile, out, padded=aligned, foldings=shape.output_foldings(out, False))
     prepare = tuple(prepare for prepare, _ in inputs)
     names = tuple(o.name for o in epilogue.outputs)
     written = shape.written(params, values, prepare, results, out)
@@ -327,7 +368,9 @@ def _of_nothing(
     given = {p.name: inputs[p.name] for p in used if inputs.get(p.name) is not None}
     extents = (shape.m, int(shape.n / shape.base))
     results = reference.run(attrs.evolve(epilogue, params=used), given, dtype=torch.float32, extents=extents)
-    return {name: out[name].copy_(value) if name in out else value.to(storage[name]) for name, value in results.items()}
+    return {
+        name: _filled(out[name], value) if name in out else value.to(storage[name]) for name, value in results.items()
+    }
 
 
 def _storage_dtypes(
@@ -364,35 +407,63 @@ class _Shape:
         rows = (self.m,) if item.type.kind.has_rows else ()
         return rows + ((self.columns(item.type.width),) if item.type.width is not None else ())
 
-    def input(self, param: Param, value: Value, *, pad: bool) -> tuple[Prepare | None, str]:
-        """What makes an input addressable, if anything, and its storage dtype.  Raises CodaCallError."""
+    def input(self, param: Param, value: Value, *, pad: bool, fold: bool) -> tuple[Prepare | None, str, Folding]:
+        """What makes an input addressable, if anything; its storage dtype; how it is folded, where `fold` allows it.
+
+        Raises CodaCallError.
+        """
         if value is None:
             raise CodaCallError(f"`{param.name}` of `{self.epilogue.name}` is missing", argument=param.name)
         names = INPUT_DTYPES[param.type.dtype]
         if isinstance(value, torch.Tensor):
             name = names.get(value.dtype)
             if name and param.type.kind is Kind.SCALAR and value.numel() == 1:
-                return _chain(lambda t: t.reshape(1), _as_bytes(name)), name
-            if name and tuple(value.shape) == self.of(param):
-                if param.type.kind is not Kind.TILE:
-                    return _chain(None if value.is_contiguous() else torch.Tensor.contiguous, _as_bytes(name)), name
+                return _chain(lambda t: t.reshape(1), _as_bytes(name)), name, PLAIN
+            if name and param.type.kind is not Kind.TILE and tuple(value.shape) == self.of(param):
+                return _chain(None if value.is_contiguous() else torch.Tensor.contiguous, _as_bytes(name)), name, PLAIN
+            if name and param.type.kind is Kind.TILE and self._holds(value, param):
                 narrow = narrowed if name == "i64" else None
                 if narrow:  # a tile of 8-byte elements would be as wide as two of f32
                     value, name = torch.empty(value.shape, dtype=torch.int32, device="meta"), "i32"
-                return _chain(narrow, _as_bytes(name), (_addressable if pad else _unit_stride)(value)), name
+                flatten = None
+                if value.ndim > 2:
+                    matrix = Matrix(value, value.ndim - 1)
+                    found = box(matrix) if fold and not narrow else None
+                    if found is not None and found.major == "k":
+                        return _chain(as_box(value, found), _as_bytes(name)), name, found.folding
+                    value, flatten = matrix.flat(), (lambda t: t.reshape(self.of(param)))
+                return (
+                    _chain(narrow, flatten, _as_bytes(name), (_addressable if pad else _unit_stride)(value)),
+                    name,
+                    PLAIN,
+                )
         elif param.type.kind is Kind.SCALAR:
             if param.type.dtype is Dtype.F32:
-                return float, "number"
+                return float, "number", PLAIN
             dtype = {Dtype.I32: torch.int32, Dtype.BOOL: torch.uint8}[param.type.dtype]
             name = {Dtype.I32: "i32", Dtype.BOOL: "bool"}[param.type.dtype]
             # a fill, not a copy from the host: no synchronization, and a CUDA graph can hold it
-            return (lambda v: torch.full((1,), int(v), dtype=dtype, device=self.device)), name
+            return (lambda v: torch.full((1,), int(v), dtype=dtype, device=self.device)), name, PLAIN
         got = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise CodaCallError(
             f"`{param.name}` of `{self.epilogue.name}` must be a {' or '.join(names.values())} tensor of shape "
             f"{list(self.of(param))}, got {got}",
             argument=param.name,
         )
+
+    def _holds(self, tensor: torch.Tensor, item: Param | Output) -> bool:
+        """Whether a tensor is a tile of a parameter's or output's extents, in two dimensions or folded in more."""
+        shape = tensor.shape
+        return tensor.ndim >= 2 and (math.prod(shape[:-1]), shape[-1]) == self.of(item)
+
+    def output_foldings(self, out: Mapping[str, torch.Tensor], fold: bool) -> tuple[Folding, ...]:
+        """How each store is folded, where `fold` allows it: as the buffer is that the caller gives."""
+        found = []
+        for store in self.epilogue.stores:
+            buffer = out.get(store.name)
+            place = box(Matrix(buffer, buffer.ndim - 1)) if fold and buffer is not None and buffer.ndim > 2 else None
+            found.append(place.folding if place is not None and place.major == "k" else PLAIN)
+        return tuple(found)
 
     def check_buffers(self, storage: Mapping[str, torch.dtype], out: Mapping[str, torch.Tensor]) -> None:
         """Raise CodaCallError where the caller's buffers do not fit the outputs."""
@@ -403,7 +474,11 @@ class _Shape:
                     f"`{self.epilogue.name}` has no output `{name}`; it has {', '.join(outputs)}", argument="out"
                 )
             wanted = (storage[name], self.of(outputs[name]), self.device)
-            if (tensor.dtype, tuple(tensor.shape), tensor.device) != wanted or not tensor.is_contiguous():
+            if outputs[name].type.kind is Kind.TILE and tensor.ndim > 2 and is_dense(tensor):
+                fits = self._holds(tensor, outputs[name])
+            else:
+                fits = tuple(tensor.shape) == wanted[1] and tensor.is_contiguous()
+            if not fits or (tensor.dtype, tensor.device) != (wanted[0], wanted[2]):
                 raise CodaCallError(
                     f"the buffer for `{name}` of `{self.epilogue.name}` must be a contiguous {wanted[0]} tensor of "
                     f"shape {list(wanted[1])} on {wanted[2]}, got {tensor.dtype} {list(tensor.shape)} with strides "
@@ -446,16 +521,22 @@ class _Shape:
         out: Mapping[str, torch.Tensor],
         *,
         padded: bool,
+        foldings: Sequence[Folding],
     ) -> tuple[_Result, ...]:
-        """Results in the order of the kernel's signature, for a grid of such tiles.  Raises CodaCallError for `out`."""
-        self.check_buffers(storage, out)
+        """Results in the order of the kernel's signature, for a grid of such tiles."""
         found = []
-        for store in self.epilogue.stores:
+        for store, folding in zip(self.epilogue.stores, foldings, strict=True):
             dtype, columns = storage[store.name], self.columns(store.type.width)
             unit = 16 // dtype.itemsize if padded else 1
             pitch = -(-columns // unit) * unit
-            if pitch == columns:
-                direct = store.name in out and not (padded and out[store.name].data_ptr() % 16)
+            if folding != PLAIN:
+                place = box(Matrix(out[store.name], out[store.name].ndim - 1))
+                assert place is not None
+                buffer = _Buffer(place.shape, dtype, given=store.name, stride=place.stride)
+                found.append(_Result((store.name,), (buffer,), _as_is, (dtype,)))
+            elif pitch == columns:
+                direct = store.name in out and out[store.name].is_contiguous()
+                direct = direct and not (padded and out[store.name].data_ptr() % 16)
                 buffer = _Buffer((self.m, columns), dtype, given=store.name if direct else None)
                 found.append(_Result((store.name,), (buffer,), _as_is, (dtype,)))
             else:
@@ -510,6 +591,11 @@ def _chain(*steps: Prepare | None) -> Prepare | None:
     if len(taken) < 2:
         return taken[0] if taken else None
     return lambda value: functools.reduce(lambda v, step: step(v), taken, value)
+
+
+def _filled(target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A buffer of the caller with such contents."""
+    return target.copy_(values.view(target.shape))
 
 
 def _copies(step: Prepare, value: torch.Tensor) -> bool:
@@ -583,10 +669,23 @@ def _hosted_extents(
     return m, n, device
 
 
-def _operand(tensor: torch.Tensor) -> tuple[Prepare | None, str]:
-    """What makes a GEMM operand addressable by TMA, and its major: `k`, or `mn` where the first axis is contiguous."""
-    if tensor.shape[1] == 0:  # an empty sum: one step of zeros gives it
-        return (lambda t: t.new_zeros(t.shape[0], 8)), "k"
+def _operand(matrix: Matrix, fold: bool) -> tuple[Prepare | None, str, Folding]:
+    """What makes a GEMM operand addressable by TMA; its major: `k`, or `mn` where the first axis is contiguous; and how
+    it is folded, where `fold` allows it."""
+    tensor, shape = matrix.tensor, matrix.shape
+    if shape[1] == 0:  # an empty sum: one step of zeros gives it
+        return (lambda t: t.new_zeros(shape[0], 8)), "k", PLAIN
+    flatten = None
+    if tensor.ndim > 2:
+        found = box(matrix) if fold else None
+        if found is not None:
+            return as_box(tensor, found), found.major, found.folding
+        tensor, flatten = matrix.flat(), (lambda t: t.reshape(shape))
+    prepare, major = _plain_operand(tensor)
+    return _chain(flatten, prepare), major, PLAIN
+
+
+def _plain_operand(tensor: torch.Tensor) -> tuple[Prepare | None, str]:
     if _is_aligned(tensor):
         return None, "k"
     if _is_aligned(tensor.T):

@@ -41,11 +41,10 @@ from cutlass.memory import SmemAllocator
 
 from codalang.lower.body import Input, Partial, Tile
 from codalang.lower.epilogue_loop import epilogue_of
-from codalang.lower.plan import CONSUMER_WARPS, SLAB_ROWS
+from codalang.lower.plan import CONSUMER_WARPS
 from codalang.lower.registers import CUTE_DTYPES
-from codalang.lower.spec import DTYPE_BYTES, Config
+from codalang.lower.spec import DTYPE_BYTES, K_TILE, SLAB_ROWS, Config, Folding, Operand
 
-K_TILE = 64  # elements of K per stage: one 128-byte swizzle row of a 16-bit dtype
 THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # per thread; with 128 producer threads they sum to 384 * 168
 PANEL_BYTES = 128  # widest shared-memory row that TMA can swizzle
@@ -102,14 +101,39 @@ class Slab:
         return panel, row + (lane_column ^ within) + half * 8 * self.panel
 
 
+def matrix(tensor: cute.Tensor, folding: Folding) -> cute.Tensor:
+    """A tensor of any number of dimensions as the matrix that it holds: the layout changes, the memory does not."""
+    rows = 1 + len(folding.rows)
+
+    def mode(extents: tuple) -> Any:
+        # the innermost dimension first: a layout's coordinates are colexicographic
+        return extents[0] if len(extents) == 1 else tuple(reversed(extents))
+
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride)
+    layout = cute.make_layout(
+        (mode(shape[:rows]), mode(shape[rows:])), stride=(mode(stride[:rows]), mode(stride[rows:]))
+    )
+    return cute.make_tensor(tensor.iterator, layout)
+
+
 class GemmKernel:
     """A GEMM with one epilogue and one configuration.  `__call__` is the host function to compile."""
 
-    def __init__(self, body: Any, config: Config, a_dtype: str, a_major: str, b_major: str) -> None:
+    def __init__(
+        self,
+        body: Any,
+        config: Config,
+        operand: Operand,
+        input_foldings: tuple[Folding, ...],
+        output_foldings: tuple[Folding, ...],
+    ) -> None:
         self.body = body
         self.config = config
-        self.dtype = CUTE_DTYPES[a_dtype]
-        self.a_major, self.b_major = a_major, b_major
+        self.dtype = CUTE_DTYPES[operand.dtype]
+        self.a_major, self.b_major = operand.a_major, operand.b_major
+        self.a_folding, self.b_folding = operand.a_folding, operand.b_folding
+        self.load_foldings = [f for f, i in zip(input_foldings, body.INPUTS, strict=True) if i.kind == "tile"]
+        self.store_foldings = list(output_foldings)
         self.tile_m, self.tile_n = config.tile
         self.teams = 2 if config.ping_pong else 1
         self.team_warps = CONSUMER_WARPS // self.teams
@@ -135,8 +159,9 @@ class GemmKernel:
         max_clusters: Int32,
         stream: Any,
     ) -> None:
-        """Launch.  a [M, K], b [N, K]; inputs and outputs in the order of the body's declarations."""
+        """Launch.  a [M, K], b [N, K], or folded; inputs and outputs in the order of the body's declarations."""
         config = self.config
+        a, b = matrix(a, self.a_folding), matrix(b, self.b_folding)
         tiled_mma = self._tiled_mma()
         layout_a = self._operand_layout(self.a_major, self.tile_m)
         layout_b = self._operand_layout(self.b_major, self.tile_n)
@@ -145,19 +170,18 @@ class GemmKernel:
 
         tile_inputs = [t for t, i in zip(inputs, self.body.INPUTS, strict=True) if i.kind == "tile"]
         loads = tuple(
-            self._slab_tma(cpasync.CopyBulkTensorTileG2SOp(), t, s)
-            for t, s in zip(tile_inputs, self.loads, strict=True)
+            self._slab_tma(cpasync.CopyBulkTensorTileG2SOp(), matrix(t, f), s)
+            for t, f, s in zip(tile_inputs, self.load_foldings, self.loads, strict=True)
         )
         stores = tuple(
-            self._slab_tma(cpasync.CopyBulkTensorTileS2GOp(), t, s)
-            for t, s in zip(outputs[: len(self.stores)], self.stores, strict=True)
+            self._slab_tma(cpasync.CopyBulkTensorTileS2GOp(), matrix(t, f), s)
+            for t, f, s in zip(outputs[: len(self.stores)], self.store_foldings, self.stores, strict=True)
         )
         vectors = tuple(t for t, i in zip(inputs, self.body.INPUTS, strict=True) if i.kind != "tile")
         partials = tuple(outputs[len(self.stores) :])
 
-        m, n = a.shape[0], b.shape[0]
-        clusters_m = cute.ceil_div(cute.ceil_div(m, self.tile_m), config.cluster[0])
-        clusters_n = cute.ceil_div(cute.ceil_div(n, self.tile_n), config.cluster[1])
+        m, n = Int32(cute.size(a, mode=[0])), Int32(cute.size(b, mode=[0]))
+        clusters_m, clusters_n = self.cluster_grid(m, n)
         clusters = cutlass.min(max_clusters, clusters_m * clusters_n)
         self.kernel(
             tiled_mma,

@@ -21,6 +21,8 @@ from codalang.ir.epilogue import Epilogue, Output, Param, Reduce, State, Store
 from codalang.ir.types import Dtype, Kind, ValueType
 
 DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i32": 4, "i64": 8, "bool": 1}
+K_TILE = 64  # elements of K per stage of a GEMM's ring: one 128-byte swizzle row of a 16-bit dtype
+SLAB_ROWS = 16  # rows of one warp in a 64-row block of the accumulator: of what it moves of a tile at a time
 
 # The relative widths that the register layout of two adjacent columns per thread can hold.
 RELATIVE_WIDTHS = (Fraction(1, 2), Fraction(1), Fraction(2))
@@ -52,12 +54,30 @@ class Config:
 
 
 @attrs.frozen
+class Folding:
+    """How a matrix lies in a tensor of more dimensions: its row index is the row-major flattening of the leading ones,
+    its column index of the others.  Extents of all but the outermost are part of the kernel, since TMA takes boxes.
+
+    Attributes:
+        rows, columns: extents of the dimensions inside the outermost, outside in; none where it is the only one.
+    """
+
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+
+
+PLAIN = Folding()
+
+
+@attrs.frozen
 class Operand:
     """Dtype and majors of A [M, K] and B [N, K]: `k` where K is contiguous, `mn` where M (of A) or N (of B) is."""
 
     dtype: str
     a_major: str
     b_major: str
+    a_folding: Folding = PLAIN
+    b_folding: Folding = PLAIN
 
 
 @attrs.frozen
@@ -73,6 +93,7 @@ class KernelSpec:
         config: the GEMM's configuration; None for a hosted kernel.
         aligned: hosted kernels only: every row starts on a 16-byte boundary, so that vectors may be used.
         merge: the kernel merges the partials of this element of `folds`, and does nothing else.
+        input_foldings, output_foldings: of each input and store, in order; empty where all are plain.
     """
 
     epilogue: Epilogue
@@ -82,6 +103,8 @@ class KernelSpec:
     config: Config | None
     aligned: bool = True
     merge: int | None = None
+    input_foldings: tuple[Folding, ...] = ()
+    output_foldings: tuple[Folding, ...] = ()
 
     @property
     def inputs(self) -> tuple[tuple[Param, str], ...]:
@@ -92,6 +115,29 @@ class KernelSpec:
     def stores(self) -> tuple[tuple[Store, str], ...]:
         """Tile outputs with their storage dtypes."""
         return tuple(zip(self.epilogue.stores, self.output_dtypes, strict=True))
+
+
+def foldings_fit(spec: KernelSpec, tile: tuple[int, int], cluster: tuple[int, int]) -> bool:
+    """Whether each piece that TMA moves of a folded matrix is a box."""
+    operand = spec.operand
+    if operand is None:
+        return True
+    pieces = [(f.rows, SLAB_ROWS) for f in (*spec.input_foldings, *spec.output_foldings)]
+    for folding, extent, sharers in (
+        (operand.a_folding, tile[0], cluster[1]),
+        (operand.b_folding, tile[1], cluster[0]),
+    ):
+        pieces += [(folding.rows, extent), (folding.rows, extent // sharers), (folding.columns, K_TILE)]
+    return all(_is_box(inner, extent) for inner, extent in pieces)
+
+
+def _is_box(inner: tuple[int, ...], extent: int) -> bool:
+    """Whether `extent` rows in a row, from a multiple of it on, are a box of dimensions with such inner extents."""
+    for dimension in reversed(inner):
+        if extent % dimension:
+            return dimension % extent == 0
+        extent //= dimension
+    return True
 
 
 def loaded_params(epilogue: Epilogue, on_gemm: bool) -> tuple[Param, ...]:
