@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from codalang.lower import device
@@ -29,10 +29,14 @@ from codalang.lower.registers import (
     fold,
     fold_lanes,
     initial,
+    load_matrices,
     load_shared,
     merge,
     minimum,
+    packed,
+    spread_lanes,
     store_if,
+    store_matrices,
     store_shared,
     store_shared_if,
     widened,
@@ -40,6 +44,8 @@ from codalang.lower.registers import (
 
 SAME_ROW = (1, 2)  # lane bits that differ within a row of the accumulator
 SAME_COLUMN = (4, 8, 16)  # lane bits that differ within a column
+COMMUTATIVE = tuple(device.REDUCTIONS.values())
+EIGHTS_OF_MATRICES = 2  # of columns, and both halves of the rows: what one instruction moves by matrices
 
 
 @attrs.frozen
@@ -185,7 +191,8 @@ class EpilogueLoop:
             self._stage_rows(staged, visit)
             kernel.sync_team(self.team)
         sums = TileSums(self, tile_m, tile_n, partials)
-        steps = kernel.subtiles * kernel.row_blocks
+        ports = [*self.loads, *self.stores]
+        steps, unit = kernel.subtiles * kernel.row_blocks, self.body.UNIT // 8
         for step in range(steps):
             subtile, block = divmod(step, kernel.row_blocks)
             if self.loads:
@@ -193,13 +200,24 @@ class EpilogueLoop:
             if self.stores:
                 cute.arch.cp_async_bulk_wait_group(config.store_stages - 1, read=True)
                 cute.arch.sync_warp()
-            unit = self.body.UNIT // 8
-            for first in range(0, config.subtile // 8, unit):
-                eights = tuple(range(first, first + unit))
-                rows = [self._load_row(item, i, visit, subtile, eights) for i, item in enumerate(kernel.rows)]
-                for half in (0, 1):
-                    place = Place(tile_m, tile_n, step, subtile, block, eights, half)
-                    self._columns(acc, staged, rows, place, sums)
+            group = max(unit, EIGHTS_OF_MATRICES if any(p.slab.in_matrices for p in ports) else 1)
+            loaded = self._load_tiles(step, 0, group)
+            for start in range(0, config.subtile // 8, group):
+                tiles = loaded
+                if start + group < config.subtile // 8:  # requested one group ahead: their latency passes in this one
+                    loaded = self._load_tiles(step, start + group, group)
+                pairs: list[dict[tuple[int, int], Int32]] = [{} for _ in self.stores]
+                for first in range(start, start + group, unit):
+                    eights = tuple(range(first, first + unit))
+                    rows = [self._load_row(item, i, visit, subtile, eights) for i, item in enumerate(kernel.rows)]
+                    for half in (0, 1):
+                        place = Place(tile_m, tile_n, step, subtile, block, eights, half)
+                        given = [[t[half][eight - start] for eight in eights] for t in tiles]
+                        results = self._columns(acc, staged, given, rows, place, sums)
+                        for port, values, kept in zip(self.stores, results, pairs, strict=True):
+                            self._store_unit(port, place, values, kept)
+                for port, kept in zip(self.stores, pairs, strict=True):
+                    self._store_pairs(port, step, kept)
             if self.loads and step + config.load_stages < steps:
                 cute.arch.sync_warp()
                 self._request(step + config.load_stages, tile_m, tile_n)
@@ -238,17 +256,22 @@ class EpilogueLoop:
         cute.arch.cp_async_bulk_commit_group()
 
     def _columns(
-        self, acc: cute.Tensor, staged: Staged, rows: list[Registers], place: "Place", sums: "TileSums"
-    ) -> None:
-        """The columns of one row that this thread holds of a unit: read, apply, write, reduce."""
-        config = self.config
+        self,
+        acc: cute.Tensor,
+        staged: Staged,
+        tiles: list[list[Registers]],
+        rows: list[Registers],
+        place: "Place",
+        sums: "TileSums",
+    ) -> tuple[Registers, ...]:
+        """The columns of one row that this thread holds of a unit: apply and reduce; what to write of each output."""
         arguments: list[Registers] = [
             tuple(acc[v] for eight in place.eights for v in self._accumulator_values(place, eight))
         ]
-        loads, cols, given_rows = iter(self.loads), iter(staged.cols), iter(rows)
+        loads, cols, given_rows = iter(tiles), iter(staged.cols), iter(rows)
         for item in self.body.INPUTS:
             if item.kind == "tile":
-                arguments.append(self._load_tile(next(loads), place))
+                arguments.append(tuple(register for eight in next(loads) for register in eight))
             elif item.kind == "row":
                 arguments.append(next(given_rows))
             elif item.kind == "col":
@@ -256,16 +279,11 @@ class EpilogueLoop:
             else:
                 arguments.append((self.scalars[item.name],))
         host = GemmHost(self, place)
-        tiles, vectors, reduced = self.body.apply(host, *arguments)
-        for port, registers in zip(self.stores, tiles, strict=True):
-            count = port.slab.item.registers
-            columns = broadcast(registers, count * len(place.eights))
-            for i, eight in enumerate(place.eights):
-                address = self._address(port, place.step % config.store_stages, eight, place.half)
-                store_shared(port.slab.dtype, address, columns[i * count : (i + 1) * count])
+        results, vectors, reduced = self.body.apply(host, *arguments)
         sums.store_vectors(vectors, place, host)
         for index, values in enumerate(reduced):
             sums.add(index, values, place)
+        return results
 
     def _accumulator_values(self, place: "Place", eight: int) -> tuple[int, int]:
         """Indices of the accumulator's pair in an eight of columns."""
@@ -273,10 +291,44 @@ class EpilogueLoop:
         value = place.block * (self.kernel.tile_n // 2) + column // 2 + 2 * place.half
         return value, value + 1
 
-    def _load_tile(self, port: SlabPort, place: "Place") -> Registers:
-        stage, count = place.step % self.config.load_stages, port.slab.item.registers
-        addresses = [self._address(port, stage, eight, place.half) for eight in place.eights]
-        return tuple(r for address in addresses for r in load_shared(port.slab.dtype, address, count))
+    def _load_tiles(self, step: int, start: int, group: int) -> list[list[list[Registers]]]:
+        """What this thread holds of a group of eights of each tile input: [input][half][eight]."""
+        return [self._load_tile(port, step % self.config.load_stages, start, group) for port in self.loads]
+
+    def _load_tile(self, port: SlabPort, stage: int, start: int, group: int) -> list[list[Registers]]:
+        slab, eights = port.slab, range(start, start + group)
+        if not slab.in_matrices:
+            return [
+                [load_shared(slab.dtype, self._address(port, stage, e, half), slab.item.registers) for e in eights]
+                for half in (0, 1)
+            ]
+        halves: list[list[Registers]] = [[], []]
+        for eight in eights[::EIGHTS_OF_MATRICES]:
+            pairs = load_matrices(slab.dtype, self._address(port, stage, eight, 0))
+            for i, pair in enumerate(pairs):
+                halves[i % 2].append(pair)
+        return halves
+
+    def _store_unit(
+        self, port: SlabPort, place: "Place", values: Registers, kept: dict[tuple[int, int], Int32]
+    ) -> None:
+        """Write an output's columns of a unit, or keep the pairs that wait for others of their matrices."""
+        slab, count = port.slab, port.slab.item.registers
+        columns = broadcast(values, count * len(place.eights))
+        for i, eight in enumerate(place.eights):
+            registers = columns[i * count : (i + 1) * count]
+            if slab.in_matrices:
+                kept[eight, place.half] = packed(slab.dtype, registers)
+            else:
+                address = self._address(port, place.step % self.config.store_stages, eight, place.half)
+                store_shared(slab.dtype, address, registers)
+
+    def _store_pairs(self, port: SlabPort, step: int, kept: dict[tuple[int, int], Int32]) -> None:
+        """Write what `_store_unit` kept of a group."""
+        for first in sorted({eight for eight, _ in kept})[::EIGHTS_OF_MATRICES]:
+            eights = range(first, first + EIGHTS_OF_MATRICES)
+            address = self._address(port, step % self.config.store_stages, first, 0)
+            store_matrices(address, tuple(kept[eight, half] for eight in eights for half in (0, 1)))
 
     def _load_row(self, item: Any, index: int, visit: Int32, subtile: int, eights: tuple[int, ...]) -> Registers:
         """The staged columns of a row that this thread holds of a unit; both halves of the rows take the same."""
@@ -405,17 +457,38 @@ class TileSums:
     def end_subtile(self, subtile: int) -> None:
         """Leave this warp's partial rows in its part of the scratch."""
         for index, partial in enumerate(self.partials):
-            if partial.kind != "row":
-                continue
-            parts = {key: fold_lanes(partial.fold, c, SAME_COLUMN) for key, c in self.carried[index].items()}
-            self.carried[index].clear()
-            for eight in range(self.loop.config.subtile // 8):
-                column = int((subtile * self.loop.config.subtile + 8 * eight) * partial.width)
-                offset = (column + (self.loop.lane % 4) * partial.registers) * 4
-                for component, dtype in enumerate(partial.fold.dtypes):
-                    values = tuple(parts[eight, r][component] for r in range(partial.registers))
-                    address = self._scratch(index, component, self.loop.warp) + offset
-                    store_shared_if(self.loop.lane < 4, CUTE_DTYPES[dtype], address, values)
+            if partial.kind == "row":
+                parts = [self.carried[index][key] for key in sorted(self.carried[index])]
+                self.carried[index].clear()
+                is_power = len(parts) & (len(parts) - 1) == 0
+                write = self._write_spread if partial.fold in COMMUTATIVE and is_power else self._write_parts
+                write(index, partial, parts, int(subtile * self.loop.config.subtile * partial.width))
+
+    def _write_spread(self, index: int, partial: Partial, parts: list[tuple], start: int) -> None:
+        """Each lane writes some columns."""
+        mine, first = spread_lanes(partial.fold, parts, self.loop.lane, tuple(reversed(SAME_COLUMN)))
+        count = min(partial.registers, len(mine))
+        for i in range(0, len(mine), count):
+            at = first + i
+            column = start + self._column(at // partial.registers, partial) + at % partial.registers
+            self._leave(index, partial, column, mine[i : i + count], True)
+
+    def _write_parts(self, index: int, partial: Partial, parts: list[tuple], start: int) -> None:
+        """Four lanes write all: what a user folds need not be commutative."""
+        count = partial.registers
+        for eight in range(len(parts) // count):
+            mine = [fold_lanes(partial.fold, part, SAME_COLUMN) for part in parts[eight * count : (eight + 1) * count]]
+            self._leave(index, partial, start + self._column(eight, partial), mine, self.loop.lane < 4)
+
+    def _column(self, eight: Any, partial: Partial) -> Int32:
+        """The lane's first column in an eight of the accumulator's columns."""
+        return (eight * 4 + self.loop.lane % 4) * partial.registers
+
+    def _leave(self, index: int, partial: Partial, column: Int32, parts: list[tuple], valid: Any) -> None:
+        """Write adjacent columns to the warp's scratch."""
+        for component, dtype in enumerate(partial.fold.dtypes):
+            address = self._scratch(index, component, self.loop.warp) + column * 4
+            store_shared_if(Boolean(valid), CUTE_DTYPES[dtype], address, tuple(part[component] for part in parts))
 
     def end_tile(self) -> None:
         """Write one partial per tile."""

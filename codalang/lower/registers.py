@@ -8,6 +8,8 @@ from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T
 
 from codalang.lower.body import Fold
 from codalang.lower.device import Registers, choose, constant
@@ -76,6 +78,47 @@ def store_shared(dtype: Any, address: Any, values: Registers) -> None:
     store(dtype, address, values, cute.AddressSpace.smem)
 
 
+MATRICES = 4  # 8x8 matrices of 16-bit elements that one instruction of the warp moves
+
+
+def load_matrices(dtype: Any, address: Int32) -> tuple[Registers, ...]:
+    """The lane's pair of adjacent columns in each of four 8x8 matrices of 16-bit elements, widened to f32.
+
+    `address` is that of a row of 16 bytes: of row l % 8 in matrix l // 8 for lane l.  The lane gets row l // 4,
+    columns 2 * (l % 4) and the next of each: the layout of the accumulator.
+    """
+    words = llvm.inline_asm(
+        llvm.StructType.get_literal([T.i32()] * MATRICES),
+        [Int32(address).ir_value()],
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
+        "=r,=r,=r,=r,r,~{memory}",
+        has_side_effects=True,
+    )
+    fragment = cute.make_rmem_tensor((2 * MATRICES,), dtype)
+    pairs = cute.recast_tensor(fragment, Int32)
+    for i in range(MATRICES):
+        pairs[i] = Int32(llvm.extractvalue(T.i32(), words, [i]))
+    return tuple(tuple(widened(fragment[2 * i + j]) for j in (0, 1)) for i in range(MATRICES))
+
+
+def packed(dtype: Any, pair: Registers) -> Int32:
+    """Two values rounded to a 16-bit storage dtype, in one register: the first in its lower half."""
+    kind = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[dtype]
+    operands = [value.ir_value() for value in pair]
+    return Int32(llvm.inline_asm(T.i32(), operands, f"cvt.rn.{kind}.f32 $0, $2, $1;", "=r,f,f", has_side_effects=True))
+
+
+def store_matrices(address: Int32, pairs: tuple[Int32, ...]) -> None:
+    """Write four 8x8 matrices of 16-bit elements, of which each lane gives a `packed` pair: `load_matrices` reversed."""
+    llvm.inline_asm(
+        None,
+        [Int32(address).ir_value(), *(pair.ir_value() for pair in pairs)],
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
+        "r,r,r,r,r,~{memory}",
+        has_side_effects=True,
+    )
+
+
 def broadcast(value: Registers, lanes: int) -> Registers:
     """A value on `lanes` registers: a single register stands for all."""
     return tuple(value[i if len(value) > 1 else 0] for i in range(lanes))
@@ -110,6 +153,31 @@ def fold_lanes(fold: Fold, carried: tuple, offsets: tuple[int, ...]) -> tuple:
     for offset in offsets:
         carried = merge(fold, carried, tuple(cute.arch.shuffle_sync_bfly(c, offset) for c in carried))
     return carried
+
+
+def spread_lanes(fold: Fold, parts: list[tuple], lane: Int32, bits: tuple[int, ...]) -> tuple[list[tuple], Int32]:
+    """`fold_lanes` of several values, each result to some lanes only: what a lane has of them, and of which on.
+
+    For each bit the two lanes halve what they have and exchange the other's half, so that eight values of eight lanes
+    take 7 shuffles, not 24.  The number of values must be a power of 2.  The fold must be commutative.
+    """
+    first = Int32(0)
+    for bit in bits:
+        half = len(parts) // 2
+        if not half:
+            parts = [fold_lanes(fold, part, (bit,)) for part in parts]
+            continue
+        upper = (lane & bit) != 0
+        first = first + choose(upper, Int32(half), Int32(0))
+        parts = [_exchanged(fold, low, high, upper, bit) for low, high in zip(parts[:half], parts[half:], strict=True)]
+    return parts, first
+
+
+def _exchanged(fold: Fold, low: tuple, high: tuple, upper: Boolean, bit: int) -> tuple:
+    """Merged with the other lane: `high` in the upper lane, `low` in the lower."""
+    kept = tuple(choose(upper, b, a) for a, b in zip(low, high, strict=True))
+    sent = tuple(choose(upper, a, b) for a, b in zip(low, high, strict=True))
+    return merge(fold, kept, tuple(cute.arch.shuffle_sync_bfly(value, bit) for value in sent))
 
 
 def _tuples(values: tuple) -> tuple:

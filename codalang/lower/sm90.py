@@ -47,6 +47,7 @@ from codalang.lower.spec import DTYPE_BYTES, K_TILE, SLAB_ROWS, Config, Folding,
 
 THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # per thread; with 128 producer threads they sum to 384 * 168
+MATRIX_ACCUMULATORS = 128  # per thread: beside more, the assembler spills what waits for the rest of its matrices
 PANEL_BYTES = 128  # widest shared-memory row that TMA can swizzle
 TEAM_BARRIER = 1  # named barriers 1 and 2: one per team
 TURN_BARRIER = 3  # named barriers 3 and 4: whose mainloop's turn it is
@@ -59,7 +60,7 @@ class Slab:
     pair are adjacent in a panel.
     """
 
-    def __init__(self, item: Input | Tile, subtile: int, stages: int) -> None:
+    def __init__(self, item: Input | Tile, subtile: int, stages: int, by_matrices: bool) -> None:
         self.item = item
         self.dtype = CUTE_DTYPES[item.dtype]
         self.element = DTYPE_BYTES[item.dtype]
@@ -69,6 +70,8 @@ class Slab:
         self.panel_columns = self.panel // self.element
         self.stages = stages
         self.slots = CONSUMER_WARPS * stages * self.panels
+        # moved by 8x8 matrices, two eights of columns at a time: 16-bit elements in the accumulator's layout
+        self.in_matrices = by_matrices and self.element == 2 and item.width == 1
 
     @property
     def bytes_per_warp(self) -> int:
@@ -88,13 +91,19 @@ class Slab:
         return cute.tile_to_shape(atom, (SLAB_ROWS, self.panel_columns, self.slots), (0, 1, 2))
 
     def lane_offset(self, lane: Int32) -> tuple[Int32, Int32]:
-        """The lane's part of a byte offset: its row's, and its column's with the swizzle's exclusive-or."""
-        row = lane // 4
-        swizzle = ((row * self.panel) // 128) * 16
-        return row * self.panel, (lane % 4) * (self.item.registers * self.element) ^ swizzle
+        """The lane's part of a byte offset: its row's, and its column's with the swizzle's exclusive-or.
+
+        Of the pair that the lane holds; in matrices, of the row that it addresses in 16 rows of two eights.
+        """
+        row, column = (lane % 16, lane // 16 * 16) if self.in_matrices else (lane // 4, self._lane_bytes(lane))
+        swizzle = ((row % 8 * self.panel) // 128) * 16
+        return row * self.panel, column ^ swizzle
+
+    def _lane_bytes(self, lane: Int32) -> Int32:
+        return (lane % 4) * (self.item.registers * self.element)
 
     def pair_offset(self, lane_offset: tuple[Int32, Int32], block: int, half: int) -> tuple[int, Int32]:
-        """Panel, and byte offset in it, of the lane's pair in 8-column block `block`, row half 0 or 1."""
+        """Panel, and byte offset in it, for the lane in 8-column block `block`, row half 0 or 1."""
         column = int(8 * block * self.item.width) * self.element
         panel, within = divmod(column, self.panel)
         row, lane_column = lane_offset
@@ -140,8 +149,9 @@ class GemmKernel:
         self.team_groups = 2 // self.teams
         self.row_blocks = self.tile_m // (64 * self.team_groups)  # 64-row blocks per warpgroup
         self.subtiles = self.tile_n // config.subtile
-        self.loads = [Slab(i, config.subtile, config.load_stages) for i in body.INPUTS if i.kind == "tile"]
-        self.stores = [Slab(t, config.subtile, config.store_stages) for t in body.TILES]
+        by_matrices = self.row_blocks * self.tile_n // 2 <= MATRIX_ACCUMULATORS
+        self.loads = [Slab(i, config.subtile, config.load_stages, by_matrices) for i in body.INPUTS if i.kind == "tile"]
+        self.stores = [Slab(t, config.subtile, config.store_stages, by_matrices) for t in body.TILES]
         self.rows = [i for i in body.INPUTS if i.kind == "row"]
         self.cols = [i for i in body.INPUTS if i.kind == "col"]
         self.scratch = [p for p in body.PARTIALS if p.kind != "col"]
