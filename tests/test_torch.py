@@ -678,7 +678,7 @@ def test_gradients_of_random_programs(epilogue, extents, seed, data):
     floats = [name for name, value in inputs.items() if value.is_floating_point()]
     leaves = dict(inputs)
     leaves |= {n: inputs[n].requires_grad_(data.draw(st.booleans(), label=f"{n} requires grad")) for n in floats}
-    outputs = _outputs(function.hosted(**leaves, extents=extents))
+    outputs = _outputs(function.hosted(**leaves, extents=extents[: len(epilogue.dims)]))
     by_name = {o.name: t for o, t in zip(epilogue.outputs, outputs, strict=True) if t.requires_grad}
     used = [name for name in by_name if data.draw(st.booleans(), label=f"{name} is used")]
     wanted = [n for n, v in leaves.items() if v.requires_grad and data.draw(st.booleans(), label=f"d_{n} is wanted")]
@@ -722,7 +722,7 @@ def test_second_derivatives_of_random_programs(epilogue, extents, seed, data):
     used = [name for name in cotangents if data.draw(st.booleans(), label=f"{name} is used")]
     if not values or not used:
         return
-    outputs = _outputs(function.hosted(**inputs, extents=extents))
+    outputs = _outputs(function.hosted(**inputs, extents=extents[: len(epilogue.dims)]))
     ours = {o.name: t for o, t in zip(epilogue.outputs, outputs, strict=True)}
     theirs = reference.run(epilogue, inputs, extents=extents)
     given = [cotangents[name] for name in used]

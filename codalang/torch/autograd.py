@@ -100,6 +100,7 @@ class Plan:
         compute: what the reference computes in.
         default: the dtype of A: of stores without annotation, and of what the forward saves.
         dtypes: output name -> dtype, for outputs whose dtype is decided elsewhere (gradients).
+        samples: B, where there is one row per sample.
     """
 
     operator: Operator
@@ -108,6 +109,7 @@ class Plan:
     compute: torch.dtype
     default: torch.dtype
     dtypes: dict[str, torch.dtype] = attrs.field(factory=dict)
+    samples: Extent = 0
     job: Job = attrs.field(init=False)
     _tapes: dict[Flags, Tape] = attrs.field(factory=dict, init=False)
     _matmuls: dict[tuple[torch.Size, torch.Size, torch.dtype], Plan] = attrs.field(factory=dict, init=False)
@@ -118,7 +120,7 @@ class Plan:
     def job_of(self, epilogue: Epilogue) -> Job:
         """The operator's epilogue, or the one that also saves, as a job."""
         dtypes = tuple(self.dtype_of(o) for o in epilogue.outputs)
-        return Job(epilogue, self.operator.on_gemm, self.rows, self.columns, self.compute, dtypes)
+        return Job(epilogue, self.operator.on_gemm, self.rows, self.columns, self.compute, dtypes, self.samples)
 
     def dtype_of(self, output: Output) -> torch.dtype:
         """The storage dtype of an output."""
@@ -217,7 +219,7 @@ class Tape:
         """The extents of the backward from these outputs' cotangents: see `step`."""
         rows, columns = self.plan.rows, self.plan.columns
         if self._empty and all(self._outlasts(i) for i, there in enumerate(present) if there):
-            return rows or 1, columns or 1
+            return rows or self.plan.samples or 1, columns or 1
         return rows, columns
 
     def _outlasts(self, index: int) -> bool:
@@ -278,7 +280,7 @@ class Step:
         if self._computed:
             hosted = operator.derived(backward, on_gemm=False)
             extents = tape.extents_for(present)
-            self._plan = Plan(hosted, *extents, plan.compute, plan.default, self._dtypes())
+            self._plan = Plan(hosted, *extents, plan.compute, plan.default, self._dtypes(), plan.samples)
 
     def _dtypes(self) -> dict[str, torch.dtype]:
         """Each result's dtype: that of the argument whose gradient it is; where arguments of several dtypes share it,

@@ -50,6 +50,7 @@ class Job:
         rows, columns: M and N.
         compute: what the reference computes in.
         dtypes: the storage dtype of each output.
+        samples: B, where there is one row per sample.
         fresh: for each output whether the reference makes a new tensor for it.
     """
 
@@ -59,6 +60,7 @@ class Job:
     columns: Extent
     compute: torch.dtype
     dtypes: tuple[torch.dtype, ...]
+    samples: Extent = 0
     fresh: tuple[bool, ...] = attrs.field(init=False)
 
     @fresh.default
@@ -74,6 +76,11 @@ class Job:
             fresh.append(not is_leaf and index not in seen)
             seen.add(index)
         return tuple(fresh)
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """(M, N), or (M, N, B)."""
+        return (self.rows, self.columns, self.samples) if self.epilogue.has_samples else (self.rows, self.columns)
 
 
 _reference_only = contextvars.ContextVar("codalang_reference_only", default=False)
@@ -145,7 +152,7 @@ def _run_kernel(job: Job, values: Sequence[Value]) -> list[Tensor]:
         outputs = run.gemm(job.epilogue, a, b, inputs, dtypes=dtypes)
     else:
         inputs = {p.name: v for p, v in zip(params, values, strict=True)}
-        outputs = run.hosted(job.epilogue, inputs, extents=(job.rows, job.columns), dtypes=dtypes)
+        outputs = run.hosted(job.epilogue, inputs, extents=job.extents, dtypes=dtypes)
     return [outputs[o.name] for o in job.epilogue.outputs]
 
 
@@ -156,7 +163,7 @@ def _run_reference(job: Job, values: Sequence[Value], device: torch.device) -> l
         assert isinstance(a, Tensor) and isinstance(b, Tensor)
         values[:2] = [a.to(job.compute) @ b.to(job.compute).T]
     inputs = {p.name: v for p, v in zip(epilogue.params, values, strict=True)}
-    outputs = reference.run(epilogue, inputs, dtype=job.compute, extents=(job.rows, job.columns))
+    outputs = reference.run(epilogue, inputs, dtype=job.compute, extents=job.extents)
     return [
         outputs[output.name].to(device=device, dtype=dtype, copy=not fresh)
         for output, dtype, fresh in zip(epilogue.outputs, job.dtypes, job.fresh, strict=True)

@@ -53,7 +53,7 @@ class Hosting:
         self._pack = _packer(epilogue)
 
     def call(
-        self, args: tuple[object, ...], named: Mapping[str, object], extents: tuple[int, int] | None = None
+        self, args: tuple[object, ...], named: Mapping[str, object], extents: tuple[int, ...] | None = None
     ) -> Any:
         """Bind, check, run, and return one tensor or a named tuple."""
         values = list(args) if not named and len(args) == self._count else bind(self.signature, args, named)
@@ -61,7 +61,7 @@ class Hosting:
             return self._pack(self._call_traced(values, extents))
         return self._pack(self.call_bound(values, extents))
 
-    def call_bound(self, values: list[Any], extents: tuple[Extent, Extent] | None = None) -> Sequence[Tensor]:
+    def call_bound(self, values: list[Any], extents: tuple[Extent, ...] | None = None) -> Sequence[Tensor]:
         """The outputs, for values in the order of the signature."""
         _refuse_transforms(values)
         if extents is not None:
@@ -78,11 +78,11 @@ class Hosting:
             return outputs
         declared = self.operator.epilogue.outputs
         return [
-            value.view(binding.shape(output)) if output.type.kind.has_rows else value
+            value.view(binding.shape(output)) if output.type.kind.per_row else value
             for output, value in zip(declared, outputs, strict=True)
         ]
 
-    def _plan(self, values: list[Any], extents: tuple[Extent, Extent] | None) -> tuple[Binding, Plan]:
+    def _plan(self, values: list[Any], extents: tuple[Extent, ...] | None) -> tuple[Binding, Plan]:
         if opaque.is_traced():  # sizes may be symbols, which are no keys
             return self._make_plan(values, extents)
         try:
@@ -96,12 +96,14 @@ class Hosting:
             found = self._plans[seen] = self._make_plan(values, extents)
         return found
 
-    def _make_plan(self, values: list[Any], extents: tuple[Extent, Extent] | None) -> tuple[Binding, Plan]:
+    def _make_plan(self, values: list[Any], extents: tuple[Extent, ...] | None) -> tuple[Binding, Plan]:
         binding = check(self.signature, values, extents)
-        plan = Plan(self.operator, binding.rows, binding.columns, binding.compute, binding.default)
+        plan = Plan(
+            self.operator, binding.rows, binding.columns, binding.compute, binding.default, samples=binding.samples
+        )
         return binding, plan
 
-    def _call_traced(self, values: list[Any], extents: tuple[int, int] | None) -> Sequence[Tensor]:
+    def _call_traced(self, values: list[Any], extents: tuple[int, ...] | None) -> Sequence[Tensor]:
         """What torch.compile records: one call of a composite operator, which is checked when its shapes are known."""
         like = next((v for v in values if isinstance(v, Tensor) and v.dim() > 0), None)
         dtype = torch.float64 if like is not None and like.dtype is torch.float64 else torch.float32
@@ -174,8 +176,9 @@ class EpilogueFunction:
             raise AssertionError
         return self._on_gemm.call(args, named)
 
-    def hosted(self, *args: Value, extents: tuple[int, int] | None = None, **named: Value) -> Any:
-        """Run the epilogue on plain tensors.  `extents`: (M, N), where the arguments lack one of them."""
+    def hosted(self, *args: Value, extents: tuple[int, ...] | None = None, **named: Value) -> Any:
+        """Run the epilogue on plain tensors.  `extents`: (M, N), where the arguments lack one of them; (M, N, B) where
+        they lack the number of samples, too."""
         return self._hosted.call(args, named, extents)
 
     def hosting(self, on_gemm: bool) -> Hosting:

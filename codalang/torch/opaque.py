@@ -19,7 +19,7 @@ from torch import Tensor
 from codalang.ir.epilogue import Epilogue, Param
 from codalang.torch import execute as backend
 from codalang.torch.execute import Job
-from codalang.torch.signature import ELEMENTS, FLOATING, Extent, Value, columns_of
+from codalang.torch.signature import ELEMENTS, FLOATING, Extent, Value, columns_of, lead_of
 
 # By name, because torch 2.11 hands a list of dtypes to Python as numbers.
 _DTYPES = {str(dtype): dtype for dtype in (*FLOATING, torch.int32, torch.int64)}
@@ -49,6 +49,7 @@ def execute(job: Job, values: Sequence[Value]) -> Sequence[Tensor]:
         job.columns,
         str(job.compute),
         [str(d) for d in job.dtypes],
+        job.samples,
     )
     return cast(list[Tensor], outputs)
 
@@ -103,14 +104,15 @@ def _execute(
     columns: int,
     compute: str,
     dtypes: Sequence[str],
+    samples: int = 0,
 ) -> list[Tensor]:
-    key = (text, on_gemm, rows, columns, compute, *dtypes)
+    key = (text, on_gemm, rows, columns, compute, *dtypes, samples)
     job = _jobs.get(key)
     if job is None:
         if len(_jobs) > 4096:
             _jobs.clear()
         job = _jobs[key] = Job(
-            epilogue_of(text), on_gemm, rows, columns, _DTYPES[compute], tuple(_DTYPES[d] for d in dtypes)
+            epilogue_of(text), on_gemm, rows, columns, _DTYPES[compute], tuple(_DTYPES[d] for d in dtypes), samples
         )
     return backend.execute(job, values)
 
@@ -123,18 +125,19 @@ def _execute_fake(
     columns: Extent,
     compute: str,
     dtypes: Sequence[str],
+    samples: Extent = 0,
 ) -> list[Tensor]:
     results = []
     for output, dtype in zip(epilogue_of(text).outputs, dtypes, strict=True):
-        lead = (rows,) if output.type.kind.has_rows else ()
+        lead = lead_of(output, (rows,), samples)
         results.append(values[0].new_empty(lead + columns_of(output.type.width, columns), dtype=_DTYPES[dtype]))
     return results
 
 
 _library: Any = torch.library.Library("codalang", "DEF")
 _library.define(
-    "execute(str text, bool on_gemm, Tensor[] values, SymInt rows, SymInt columns, str compute, str[] dtypes)"
-    " -> Tensor[]",
+    "execute(str text, bool on_gemm, Tensor[] values, SymInt rows, SymInt columns, str compute, str[] dtypes,"
+    " SymInt samples=0) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 for _key in ("CPU", "CUDA"):
@@ -147,7 +150,7 @@ def _call(text: str, on_gemm: bool, values: Sequence[Tensor], extents: Sequence[
     from codalang.torch.module import callable_of
 
     found = callable_of(text, on_gemm)
-    return list(found.call_bound(list(values), None if extents is None else (extents[0], extents[1])))
+    return list(found.call_bound(list(values), None if extents is None else tuple(extents)))
 
 
 _library.impl("call", _call, "CompositeImplicitAutograd")

@@ -12,12 +12,14 @@ made once per combination and then looked up.
 | a tile                     | [..., w*N]       |                                                        |
 | a col                      | [...] or [M]     |                                                        |
 | a row                      | [w*N]            |                                                        |
+| one row per sample         | [B, w*N]         | B divides M                                            |
 | a scalar                   | [] or a number   |                                                        |
 
 What a parameter holds is floats of any dtype, int32 or int64 or bool as it is declared (`ELEMENTS`).
 
 Hosted calls take the accumulator itself as their first tile; `...` and N are then whatever the first arguments that
-have them say, or the `extents` that the caller gives.
+have them say, or the `extents` that the caller gives.  Where no argument has B, it is the first of several leading
+dimensions.
 """
 
 from __future__ import annotations
@@ -137,6 +139,7 @@ class Binding:
         reshaped: the arguments of which `flat` is not None.
         moved: arguments that are 0-d tensors on the CPU and must be brought to the device.
         default: the storage dtype of a tile that has no annotation.
+        samples: B, where there is one row per sample, else 0.
     """
 
     lead: tuple[Extent, ...]
@@ -148,11 +151,18 @@ class Binding:
     reshaped: tuple[int, ...]
     moved: tuple[int, ...]
     default: torch.dtype
+    samples: Extent = 0
 
     def shape(self, output: Output) -> tuple[Extent, ...]:
         """The shape the caller gets for an output."""
-        lead = self.lead if output.type.kind.has_rows else ()
-        return lead + columns_of(output.type.width, self.columns)
+        return lead_of(output, self.lead, self.samples) + columns_of(output.type.width, self.columns)
+
+
+def lead_of(item: Param | Output, rows: tuple[Extent, ...], samples: Extent) -> tuple[Extent, ...]:
+    """The dimensions before the columns: `rows` of what has a number for each row, `samples`, or none."""
+    if item.type.kind is Kind.ROWS:
+        return (samples,)
+    return rows if item.type.kind.has_rows else ()
 
 
 def columns_of(width: Fraction | None, columns: Extent) -> tuple[Extent, ...]:
@@ -194,14 +204,15 @@ def bind(signature: Signature, args: Sequence[object], named: Mapping[str, objec
     return slots
 
 
-def extents_of(signature: Signature, given: object) -> tuple[Extent, Extent]:
-    """The `extents` of a call as (M, N).  Raises CodaCallError where they are no sizes of a tensor."""
-    m, n = signature.epilogue.dims
-    if isinstance(given, tuple | list) and len(given) == 2:
+def extents_of(signature: Signature, given: object) -> tuple[Extent, ...]:
+    """The `extents` of a call as (M, N), or (M, N, B).  Raises CodaCallError where they are no sizes of a tensor."""
+    dims = signature.epilogue.dims
+    if isinstance(given, tuple | list) and 2 <= len(given) <= len(dims):
         if all(isinstance(e, torch.SymInt) or (_is_integer(e) and e >= 0) for e in given):
-            return given[0], given[1]
+            return tuple(given)
+    count = "two" if len(dims) == 2 else "two or three"
     raise CodaCallError(
-        f"extents of `{signature.show()}` must be ({m}, {n}), two integers from 0 to 2**31 - 1, "
+        f"extents of `{signature.show()}` must be ({', '.join(dims)}), {count} integers from 0 to 2**31 - 1, "
         f"got {_shortened(given)}",
         argument="extents",
     )
@@ -227,8 +238,8 @@ def _number_key(value: object) -> object:
     return sorts if True in sorts else (type(value), id(value))
 
 
-def check(signature: Signature, values: Sequence[object], extents: tuple[Extent, Extent] | None = None) -> Binding:
-    """Compare the arguments with the definition.  `extents`: (M, N), for hosted calls whose inputs lack one.
+def check(signature: Signature, values: Sequence[object], extents: tuple[Extent, ...] | None = None) -> Binding:
+    """Compare the arguments with the definition.  `extents`: (M, N) or (M, N, B), for hosted calls that lack one.
 
     Raises CodaCallError that names the argument, what was expected, and the tensor that decided it.
     """
@@ -257,6 +268,7 @@ def check(signature: Signature, values: Sequence[object], extents: tuple[Extent,
         reshaped=tuple(i for i, shape in enumerate(flat) if shape is not None),
         moved=moved,
         default=_default_dtype(signature, values, compute),
+        samples=shapes.samples,
     )
 
 
@@ -349,10 +361,10 @@ def _common_device(signature: Signature, values: Sequence[object]) -> torch.devi
 class _Shapes:
     """Binds the leading dimensions and N while it walks over the arguments, and checks each against them."""
 
-    def __init__(self, signature: Signature, values: Sequence[object], extents: tuple[Extent, Extent] | None) -> None:
+    def __init__(self, signature: Signature, values: Sequence[object], extents: tuple[Extent, ...] | None) -> None:
         self.signature = signature
         self.epilogue = signature.epilogue
-        self.m, self.n = self.epilogue.dims
+        self.m, self.n = self.epilogue.dims[:2]
         self.values = values
         self.lead: tuple[Extent, ...]
         self.columns: Extent
@@ -370,6 +382,34 @@ class _Shapes:
                 argument=self.columns_by,
             )
         self._check_groups()
+        self.samples_by = "extents"
+        self.samples: Extent = self._samples(extents) if self.epilogue.has_samples else 0
+
+    def _samples(self, extents: tuple[Extent, ...] | None) -> Extent:
+        """B, which divides M: as the first argument that has it says, or the extents, or the leading dimensions."""
+        symbol = self.epilogue.dims[2]
+        samples: Extent | None = extents[2] if extents is not None and len(extents) > 2 else None
+        for param, value in zip(self.signature.params, self.values[2 * self.signature.on_gemm :], strict=True):
+            if samples is None and param.type.kind is Kind.ROWS and isinstance(value, Tensor) and value.dim() == 2:
+                samples, self.samples_by = value.shape[0], param.name
+        if samples is None and len(self.lead) > 1:
+            samples, self.samples_by = self.lead[0], self.rows_by
+        if samples is None:
+            raise CodaCallError(
+                f"no argument of `{self.signature.show()}` determines {symbol}",
+                self.epilogue.loc,
+                argument="extents",
+                hint=f"give `{self.rows_by}` leading dimensions [{symbol}, {self.m}/{symbol}]"
+                + ("" if self.signature.on_gemm else f", or pass extents=({self.m}, {self.n}, {symbol})"),
+            )
+        if self.rows % samples if samples else self.rows:
+            raise CodaCallError(
+                f"`{self.samples_by}` makes {symbol} = {samples} samples of {self.m}/{symbol} rows each, but "
+                f"`{self.rows_by}` makes {self.m} = {self.rows}, which is no multiple of it",
+                self.epilogue.loc,
+                argument=self.samples_by,
+            )
+        return samples
 
     def _check_groups(self) -> None:
         """Groups of adjacent columns divide the columns that they are formed of."""
@@ -417,7 +457,7 @@ class _Shapes:
             )
         return size * width.denominator // width.numerator
 
-    def _from_params(self, extents: tuple[Extent, Extent] | None) -> None:
+    def _from_params(self, extents: tuple[Extent, ...] | None) -> None:
         """A tile's leading dimensions are the call's; a col may be flat, so it decides only where there is no tile."""
         given = [(p, v) for p, v in zip(self.signature.params, self.values, strict=True) if isinstance(v, Tensor)]
         for param, value in given:
@@ -435,9 +475,9 @@ class _Shapes:
         if extents is not None:
             lead = (extents[0],) if lead is None else lead
             columns = extents[1] if columns is None else columns
-            if (math.prod(lead), columns) != tuple(extents):
+            if (math.prod(lead), columns) != tuple(extents[:2]):
                 raise CodaCallError(
-                    f"extents = {_show(extents)}, but `{self.rows_by}` makes {self.m} = {math.prod(lead)} and "
+                    f"extents = {_show(extents[:2])}, but `{self.rows_by}` makes {self.m} = {math.prod(lead)} and "
                     f"`{self.columns_by}` makes {self.n} = {columns}",
                     argument="extents",
                 )
@@ -464,8 +504,8 @@ class _Shapes:
                 flat.append(None)
                 continue
             shape, tail = tuple(value.shape), columns_of(param.type.width, self.columns)
-            lead: tuple[Extent, ...] = self.lead if param.type.kind.has_rows else ()
-            rows: tuple[Extent, ...] = (self.rows,) if param.type.kind.has_rows else ()
+            lead = lead_of(param, self.lead, self.samples)
+            rows = lead_of(param, (self.rows,), self.samples)
             if shape != lead + tail and not (param.type.kind is Kind.COL and shape == rows):
                 raise CodaCallError(
                     self._mismatch(param, value), param.loc, argument=param.name, hint=self._shape_hint(param, shape)
@@ -477,10 +517,13 @@ class _Shapes:
         text = f"`{param.name}` of `{self.epilogue.name}` is {param.type.show(self.epilogue.dims)}"
         if not hasattr(self, "columns"):
             return f"{text}, got shape {_show(value.shape)}"
-        lead = self.lead if param.type.kind.has_rows else ()
-        expected = lead + columns_of(param.type.width, self.columns)
+        if param.type.kind is Kind.ROWS and not hasattr(self, "samples"):
+            return f"{text}, got shape {_show(value.shape)}"
+        expected = lead_of(param, self.lead, self.samples) + columns_of(param.type.width, self.columns)
         bound = []
-        if param.type.kind.has_rows:
+        if param.type.kind is Kind.ROWS:
+            bound.append(f"{self.epilogue.dims[2]} = {self.samples} from `{self.samples_by}`")
+        elif param.type.kind.has_rows:
             bound.append(f"{self.m} = {math.prod(self.lead)} from `{self.rows_by}`")
         if param.type.width is not None:
             bound.append(f"{self.n} = {self.columns} from `{self.columns_by}`")
@@ -494,6 +537,10 @@ class _Shapes:
             return "a col has no trailing dimension of 1: call .squeeze(-1)"
         if param.type.kind is Kind.ROW and len(shape) > 1 and math.prod(shape[:-1]) == 1:
             return "a row has one dimension: call .reshape(-1)"
+        if param.type.kind is Kind.ROWS and len(shape) == 1:
+            return "one row for all samples is one sample: call .unsqueeze(0)"
+        if param.type.kind is Kind.ROWS and len(shape) > 2:
+            return "one row per sample has two dimensions: call .flatten(0, -2)"
         return None
 
 
