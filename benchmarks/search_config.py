@@ -1,6 +1,10 @@
 """Exhaustive search of GEMM configurations on a Hopper GPU, beside what the heuristic chooses.
 
-`python benchmarks/search_config.py [--out DIR] [--only REGEX] [--rounds N]`
+`python benchmarks/search_config.py [--out DIR] [--only REGEX] [--config REGEX] [--ablate] [--rounds N]`
+
+`--config` limits the candidates to those whose short form (as the table shows it) matches.  `--ablate` times beside
+each candidate what its epilogue costs for a reason: `moves` loads and stores the same tiles with next to no maths,
+`plain` stores the accumulator alone.
 
 For each workload of `workloads` every candidate configuration that fits in shared memory is compiled (in parallel
 processes, through the disk cache), then all are timed interleaved with cuBLAS's GEMM alone.  The table shows the best
@@ -18,6 +22,7 @@ import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 
 import attrs
@@ -29,6 +34,7 @@ import torch  # noqa: E402
 import workloads  # noqa: E402
 from timing import interleaved  # noqa: E402
 
+from codalang.ir.build import EpilogueBuilder  # noqa: E402
 from codalang.ir.epilogue import Epilogue  # noqa: E402
 from codalang.ir.types import Kind  # noqa: E402
 from codalang.lower import load, plan, run  # noqa: E402
@@ -43,8 +49,15 @@ SHAPES = (
     ((128, 160), (2, 1), True),
     ((128, 128), (2, 1), True),
     ((192, 128), (1, 2), True),
+    ((192, 128), (2, 1), True),
+    ((256, 128), (2, 1), False),
 )
-SLABS = ((32, 2, 2), (32, 1, 1), (32, 2, 1), (64, 1, 1), (16, 2, 2), (32, 3, 2))  # subtile, load and store stages
+# subtile, load and store stages
+SLABS = (
+    ((32, 1, 1), (32, 2, 1), (32, 4, 1), (32, 8, 1), (32, 1, 2), (32, 2, 2), (32, 4, 2))
+    + ((64, 1, 1), (64, 2, 1), (64, 4, 1), (64, 1, 2), (64, 2, 2))
+    + ((16, 2, 2), (16, 4, 2), (16, 8, 2), (16, 4, 4))
+)
 RASTERS = (8,)
 
 
@@ -81,7 +94,43 @@ def jobs() -> Iterator[Job]:
             yield Job(f"{name} backward", derivative.backward, m, columns, k_backward, ("k", "mn"))
 
 
-def candidates(job: Job) -> list[Config]:
+def moves(epilogue: Epilogue) -> Epilogue:
+    """The tiles of an epilogue, loaded and stored with next to no maths; no vectors and no reductions."""
+    builder = EpilogueBuilder(f"{epilogue.name}_moves", ("M", "N"))
+    base = epilogue.params[0].type.width or Fraction(1)
+    total = builder.param(epilogue.params[0].name, epilogue.params[0].type)
+    for param in epilogue.params[1:]:
+        if param.type.kind is Kind.TILE:
+            value = builder.param(param.name, param.type, param.dtype)
+            width = param.type.width or Fraction(1)
+            if width > base:
+                value = builder.op("add", builder.op("even", value), builder.op("odd", value))
+            elif width < base:
+                value = builder.op("join", value, value)
+            total = builder.op("add", total, value)
+    for store in epilogue.stores:
+        width = store.type.width or Fraction(1)
+        value = total if width == base else builder.op(*(("join", total, total) if width > base else ("even", total)))
+        builder.store(store.name, value, store.type, store.dtype)
+    return builder.finish()
+
+
+def plain(epilogue: Epilogue) -> Epilogue:
+    """The GEMM of an epilogue without it."""
+    builder = EpilogueBuilder(f"{epilogue.name}_plain", ("M", "N"))
+    accumulator = epilogue.params[0]
+    builder.store("y", builder.param(accumulator.name, accumulator.type), accumulator.type)
+    return builder.finish()
+
+
+def ablations(job: Job) -> list[Job]:
+    """The same GEMM with less of the epilogue."""
+    return [
+        attrs.evolve(job, name=f"{job.name} {what.__name__}", epilogue=what(job.epilogue)) for what in (moves, plain)
+    ]
+
+
+def candidates(job: Job, wanted: re.Pattern[str] = re.compile("")) -> list[Config]:
     """Every configuration that fits, with as many stages of the ring as fit."""
     spec = job.spec()
     has_loads = any(p.type.kind is Kind.TILE for p, _ in spec.inputs)
@@ -96,7 +145,13 @@ def candidates(job: Job) -> list[Config]:
         stages = min(plan.MAX_STAGES, left // plan.ring_stage_bytes(tile))
         if stages >= 3:
             found[attrs.evolve(config, stages=stages)] = None
-    return list(found)
+    return [config for config in found if wanted.search(_short(config))]
+
+
+def _fitted(job: Job, config: Config) -> Config:
+    """A configuration of another job of the same GEMM, without the slabs that this one does not need."""
+    has_loads = any(p.type.kind is Kind.TILE for p, _ in job.spec().inputs)
+    return attrs.evolve(config, load_stages=config.load_stages * has_loads)
 
 
 def _compile(spec: KernelSpec) -> str | None:
@@ -111,43 +166,65 @@ def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=re.compile, default=re.compile(""))
+    parser.add_argument("--config", type=re.compile, default=re.compile(""))
+    parser.add_argument("--ablate", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     chosen = [job for job in jobs() if options.only.search(job.name)]
-    specs = [attrs.evolve(job.spec(), config=c) for job in chosen for c in candidates(job)]
+    specs = [attrs.evolve(job.spec(), config=c) for job in chosen for c in candidates(job, options.config)]
+    if options.ablate:
+        specs += [
+            attrs.evolve(other.spec(), config=_fitted(other, c))
+            for job in chosen
+            for other in ablations(job)
+            for c in candidates(job, options.config)
+        ]
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         failures = {s: why for s, why in zip(specs, pool.map(_compile, specs), strict=True) if why}
     print(f"{len(specs)} kernels compiled, {len(failures)} failed: {sorted(set(failures.values()))}", flush=True)
     results = []
     for job in chosen:
-        results += _search(job, options.rounds, failures)
+        results += _search(job, options, failures)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "search.json").write_text(json.dumps(results, indent=1))
 
 
-def _search(job: Job, rounds: int, failures: dict[KernelSpec, str]) -> list[dict[str, object]]:
+def _search(job: Job, options: argparse.Namespace, failures: dict[KernelSpec, str]) -> list[dict[str, object]]:
     spec = job.spec()
     a = workloads.operand(job.m, job.k, job.majors[0])
     b = workloads.operand(job.n, job.k, job.majors[1], job.k**-0.5)
     base = job.epilogue.params[0].type.width or 1
     inputs = workloads.make_inputs(job.epilogue, job.m, int(job.n / base))
     heuristic = plan.choose(spec, job.m, job.n, job.k)
-    configs = [c for c in candidates(job) if attrs.evolve(spec, config=c) not in failures]
-    calls = {str(c): (lambda c=c: run.gemm(job.epilogue, a, b, inputs, config=c)) for c in configs}
-    calls["heuristic"] = lambda: run.gemm(job.epilogue, a, b, inputs)
+    configs = [c for c in candidates(job, options.config) if attrs.evolve(spec, config=c) not in failures]
+    variants = [("", job), *((o.name.split()[-1], o) for o in (ablations(job) if options.ablate else []))]
+
+    def call(program: Epilogue, config: Config | None) -> workloads.Call:
+        given = {name: value for name, value in inputs.items() if program.has_param(name)}
+        return lambda: run.gemm(program, a, b, given, config=config)
+
+    calls = {f"{what}{c}": call(o.epilogue, _fitted(o, c)) for what, o in variants for c in configs}
+    calls["heuristic"] = call(job.epilogue, None)
     calls["cublas"] = lambda: torch.matmul(a, b.t())
-    times = interleaved(calls, rounds=rounds, warm_up=1)
+    times = interleaved(calls, rounds=options.rounds, warm_up=1)
     cublas = times["cublas"].median
-    rows = [
-        {"job": job.name, "config": attrs.asdict(c), "ratio": round(cublas / times[str(c)].median, 4)} for c in configs
+
+    def ratio(name: str) -> float:
+        return round(cublas / times[name].median, 4)
+
+    rows: list[dict[str, object]] = [
+        {"job": job.name, "config": attrs.asdict(c), "ratio": ratio(str(c))}
+        | {what: ratio(f"{what}{c}") for what, _ in variants[1:]}
+        for c in configs
     ]
-    rows.append({"job": job.name, "config": "heuristic", "ratio": round(cublas / times["heuristic"].median, 4)})
-    print(f"\n{job.name}: cublas {cublas:.3f} ms, heuristic {rows[-1]['ratio']:.3f} {_short(heuristic)}")
+    rows.append({"job": job.name, "config": "heuristic", "ratio": ratio("heuristic")})
+    print(f"\n{job.name}: cublas {cublas:.3f} ms, heuristic {ratio('heuristic'):.3f} {_short(heuristic)}")
     best = sorted(zip(configs, rows, strict=False), key=lambda pair: -float(str(pair[1]["ratio"])))
-    for config, row in best[:5]:
-        print(f"   {row['ratio']:.3f} {_short(config)}")
+    for config, row in best[: None if options.ablate else 8]:
+        shown = "".join(f"{what} {row[what]:.3f}  " for what, _ in variants[1:])
+        print(f"   {row['ratio']:.3f}  {shown}{_short(config)}")
     by_shape: dict[str, float] = {}
     for config, row in best:
         shape = f"{config.tile[0]}x{config.tile[1]}{'pp' if config.ping_pong else 'co'}"

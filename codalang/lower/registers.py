@@ -109,7 +109,7 @@ def packed(dtype: Any, pair: Registers) -> Int32:
 
 
 def store_matrices(address: Int32, pairs: tuple[Int32, ...]) -> None:
-    """Write four 8x8 matrices of 16-bit elements, of which each lane gives a `packed` pair: `load_matrices` reversed."""
+    """Write four 8x8 matrices of 16-bit elements: `load_matrices` reversed, each lane's pairs `packed`."""
     llvm.inline_asm(
         None,
         [Int32(address).ir_value(), *(pair.ir_value() for pair in pairs)],
