@@ -7,6 +7,7 @@
     explain  what a program moves, keeps and computes                      explain.py
     compile  to an object for sm_90a, with the device compiler's report    kernels.py
     run      on random inputs, against the reference in float64            trial.py
+    bench    time kernels beside cuBLAS, torch.compile and other libraries bench.py
 
 PROGRAM is a file, `-` for standard input, or a name of the standard library.
 
@@ -127,7 +128,7 @@ def _red(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from codalang.cli import explain, kernels, text, trial
+    from codalang.cli import bench, explain, kernels, text, trial
 
     parser = _Parser(
         prog="codalang",
@@ -136,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"codalang {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (text, kernels, explain, trial):
+    for module in (text, kernels, explain, trial, bench):
         module.add_commands(commands)
     return parser
 

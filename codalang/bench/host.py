@@ -1,0 +1,40 @@
+"""The host's time per call, on tensors so small that the device has nothing to do, beside calls of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import codalang
+from codalang.bench.timing import Call, host_microseconds
+from codalang.bench.workloads import derived
+from codalang.lower import run
+
+
+def calls(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> dict[str, Call]:
+    """What is timed, by name."""
+    a = torch.randn(128, 256, device=device, dtype=dtype)
+    w = torch.randn(512, 256, device=device, dtype=dtype)
+    a_grad, w_grad = a.clone().requires_grad_(), w.clone().requires_grad_()
+    cotangent = torch.randn(128, 256, device=device, dtype=dtype)
+    module = codalang.load("swiglu")
+    forward = derived("swiglu").forward
+
+    def differentiated(call: Callable[[], torch.Tensor]) -> Call:
+        return lambda: torch.autograd.grad(call(), (a_grad, w_grad), cotangent)
+
+    return {
+        "torch.mul": lambda: torch.mul(a, a),
+        "torch.matmul": lambda: torch.matmul(a, w.t()),
+        "lower.run.gemm": lambda: run.gemm(forward, a, w, {}),
+        "module.swiglu, no gradient": lambda: module.swiglu(a, w),
+        "module.swiglu, gradient recorded": lambda: module.swiglu(a_grad, w_grad),
+        "module.swiglu, forward and backward": differentiated(lambda: module.swiglu(a_grad, w_grad)),
+        "torch.matmul, forward and backward": differentiated(lambda: torch.matmul(a_grad, w_grad.t())[:, :256]),
+    }
+
+
+def microseconds() -> dict[str, float]:
+    """Of each call, the median."""
+    return {name: host_microseconds(call) for name, call in calls().items()}

@@ -1,0 +1,80 @@
+"""Device time of interleaved calls with a cold L2, and host time on its own.
+
+Device time.  Clocks move with temperature and load, so what is compared runs in the same loop, in a new random order
+each round.  Before each call the L2 is overwritten, then the device spins while the host enqueues event, call, event:
+the host's launch cost passes during the spin and is not in the time between the events.
+
+Host time.  The device spins, and calls are enqueued behind it: what passes on the host's clock is the cost of the
+calls alone.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+import torch
+
+Call = Callable[[], object]
+
+# Twice what any call here costs the host; at 2 GHz.
+SPIN_CYCLES = 2_000_000
+FLUSH_BYTES = 256 * 2**20
+
+
+@attrs.frozen
+class Timing:
+    """Device milliseconds over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(milliseconds: Sequence[float]) -> Timing:
+        """Median and quartiles of at least two."""
+        low, median, high = statistics.quantiles(milliseconds, n=4)
+        return Timing(median, low, high)
+
+
+def interleaved(calls: Mapping[str, Call], *, rounds: int = 25, warm_up: int = 3) -> dict[str, Timing]:
+    """Time each call once a round.  `rounds` must be at least 2."""
+    for call in calls.values():
+        for _ in range(warm_up):
+            call()
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    rng = random.Random(0)
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name in rng.sample(list(calls), len(calls)):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            flush.zero_()
+            torch.cuda._sleep(SPIN_CYCLES)
+            begin.record()
+            calls[name]()
+            end.record()
+            events[name].append((begin, end))
+        torch.cuda.synchronize()
+    return {name: Timing.of([b.elapsed_time(e) for b, e in pairs]) for name, pairs in events.items()}
+
+
+def host_microseconds(call: Call, *, calls: int = 50, repeats: int = 9) -> float:
+    """The host's time per call with the device out of the way; the median of `repeats` runs of `calls` calls.
+
+    Few enough calls that the launch queue never fills: the host would then wait for the device.
+    """
+    for _ in range(10):
+        call()
+    samples = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(20 * SPIN_CYCLES)
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        samples.append((time.perf_counter() - begin) / calls * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(samples)
