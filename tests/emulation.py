@@ -21,7 +21,7 @@ from codalang.ir.epilogue import State
 from codalang.ir.evaluate import Context, evaluate_function
 from codalang.ir.fold import merged
 from codalang.ir.types import Kind, ValueType
-from codalang.lower import plan, run
+from codalang.lower import plan, run, split
 from codalang.lower.spec import PLAIN, Folding, KernelSpec, base_width, foldings_fit, folds, loaded_params
 
 
@@ -63,6 +63,10 @@ def _main(spec: KernelSpec, compute: torch.dtype, *arguments: object) -> None:
             )
         )
         assert foldings_fit(spec, spec.config.tile, spec.config.cluster)
+        if spec.config.split > 1:
+            *outputs, workspace, counters = outputs
+            assert workspace.numel() == split.workspace(spec.config, a.shape[0], b.shape[0])
+            assert counters.numel() >= split.tiles(spec.config, a.shape[0], b.shape[0]) and not counters.any()
         given[epilogue.params[0].name] = a.double() @ b.double().T
         tile, m, n = spec.config.tile, a.shape[0], b.shape[0]
     else:

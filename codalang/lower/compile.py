@@ -142,7 +142,7 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
     input_foldings = spec.input_foldings or (PLAIN,) * len(body.INPUTS)
     output_foldings = spec.output_foldings or (PLAIN,) * len(body.TILES)
     inputs = tuple(
-        tensor(i.dtype, aligned=aligned, folding=folding) if i.kind == "tile" else vector(i.dtype)
+        tensor(i.dtype, aligned=aligned, folding=folding) if i.kind in ("tile", "rows") else vector(i.dtype)
         for i, folding in zip(body.INPUTS, input_foldings, strict=True)
     )
     outputs = tuple(
@@ -162,6 +162,8 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
     if spec.config is None or shared_bytes(spec, spec.config) > SMEM_CAPACITY:
         # the launcher would only print a line before a launch that cannot succeed
         raise CodaUnsupportedError(f"`{spec.epilogue.name}` does not fit in shared memory with {spec.config}")
+    if spec.config.split > 1:
+        outputs += (row_of_words("f32"), row_of_words("i32"))
     kernel = GemmKernel(body, spec.config, operand, input_foldings, output_foldings)
     a = tensor(operand.dtype, operand.a_major, folding=operand.a_folding)
     b = tensor(operand.dtype, operand.b_major, folding=operand.b_folding)

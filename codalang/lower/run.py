@@ -23,7 +23,7 @@ from codalang.ir import reference
 from codalang.ir.bind import narrowed
 from codalang.ir.epilogue import Epilogue, Output, Param, Reduce, State
 from codalang.ir.types import Dtype, Kind
-from codalang.lower import plan
+from codalang.lower import plan, split
 from codalang.lower.buffers import Read, Written, check_sharing, span
 from codalang.lower.codegen import unit
 from codalang.lower.folded import Matrix, as_box, box, is_dense
@@ -195,6 +195,7 @@ class _Call:
         names: the outputs' names in textual order.
         tail: the integers that end the kernel's signature.
         written: the caller's buffers.
+        parts: words of workspace and counters that a GEMM with K split needs; see `gather`.
     """
 
     launch: Callable[..., None]
@@ -205,6 +206,7 @@ class _Call:
     tail: tuple[int, ...]
     device: torch.device
     written: tuple[Written, ...]
+    parts: tuple[int, int] | None = None
 
     def run(self, values: tuple[Value, ...], out: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Allocate, launch on the current stream, finish.  Raises CodaCallError for buffers that share memory."""
@@ -219,6 +221,9 @@ class _Call:
         buffers = [[b.allocate(self.device, out) for b in r.buffers] for r in self.results]
         tensors = [p(v) if p else v for p, v in zip(self.prepare, values, strict=True)]
         outputs = tuple([b for group in buffers for b in group])
+        if self.parts:
+            workspace = empty((1, self.parts[0]), dtype=torch.float32, device=self.device)
+            outputs = (*outputs, workspace, _counters(self.device, self.parts[1]))
         self.launch(*tensors[: self.operands], tuple(tensors[self.operands :]), outputs, *self.tail)
         finished = {}
         for result, group in zip(self.results, buffers, strict=True):
@@ -233,7 +238,24 @@ class _Call:
 
 
 _CALLS: dict[Any, _Call] = {}
+_LEAST_COUNTERS = 4096  # so that they are seldom allocated anew
 _MOST_CALLS = 4096  # signatures remembered; a new sequence length is a new one
+
+
+_COUNTERS: dict[tuple[torch.device, int], torch.Tensor] = {}  # by device and stream; each kernel leaves zeros
+
+
+def _counters(device: torch.device, count: int) -> torch.Tensor:
+    """At least so many zeros, i32 [1, n], that no kernel uses which may run at the same time."""
+    if device.type != "cuda":
+        return torch.zeros((1, count), dtype=torch.int32, device=device)
+    if torch.cuda.is_current_stream_capturing():  # a graph may be replayed beside others of this stream
+        return torch.zeros((1, count), dtype=torch.int32, device=device)
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    found = _COUNTERS.get(key)
+    if found is None or found.shape[1] < count:
+        found = _COUNTERS[key] = torch.zeros((1, max(count, _LEAST_COUNTERS)), dtype=torch.int32, device=device)
+    return found
 
 
 def _remember(key: Any, call: _Call) -> _Call:
@@ -298,9 +320,10 @@ def _gemm_call(
             output_foldings=_unless_plain(foldings),
         )
         # no tile may be made of whole boxes of what is folded: then all of it goes through copies
-        if any(foldings_fit(spec, t.tile, t.cluster) for t in ((config,) if config else plan.TILINGS)):
+        tilings = (config,) if config else plan.TILINGS
+        if any(foldings_fit(spec, t.tile, t.cluster) for t in tilings):
             break
-    chosen = config or plan.choose(spec, shape.m, shape.n, a.shape[1])
+    chosen = config or split.choose(spec, shape.m, shape.n, a.shape[1])
     cluster = chosen.cluster[0] * chosen.cluster[1]
     prepare = (*(prepare for prepare, _, _ in passed), *(prepare for prepare, _, _ in inputs))
     results = shape.results(storage, chosen.tile, out, padded=True, foldings=foldings)
@@ -313,6 +336,9 @@ def _gemm_call(
         (max(1, _sms(shape.device) // cluster),),
         shape.device,
         shape.written((None, None, *params), (a.tensor, b.tensor, *values), prepare, results, out),
+        (split.workspace(chosen, shape.m, shape.n), split.tiles(chosen, shape.m, shape.n))
+        if chosen.split > 1
+        else None,
     )
 
 

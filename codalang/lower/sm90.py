@@ -41,6 +41,7 @@ from cutlass.memory import SmemAllocator
 
 from codalang.lower.body import Input, Partial, Tile
 from codalang.lower.epilogue_loop import epilogue_of
+from codalang.lower.gather import gather
 from codalang.lower.plan import CONSUMER_WARPS
 from codalang.lower.registers import CUTE_DTYPES
 from codalang.lower.spec import DTYPE_BYTES, K_TILE, SLAB_ROWS, Config, Folding, Operand
@@ -154,7 +155,7 @@ class GemmKernel:
         self.stores = [Slab(t, config.subtile, config.store_stages, by_matrices) for t in body.TILES]
         self.rows = [i for i in body.INPUTS if i.kind == "row"]
         self.cols = [i for i in body.INPUTS if i.kind == "col"]
-        self.scratch = [p for p in body.PARTIALS if p.kind != "col"]
+        self.scratch = [p for p in body.PARTIALS if p.crosses_warps]
         self.has_team_sync = bool(self.rows or self.scratch)
 
     # ---------------------------------------------------------------- host
@@ -169,7 +170,10 @@ class GemmKernel:
         max_clusters: Int32,
         stream: Any,
     ) -> None:
-        """Launch.  a [M, K], b [N, K], or folded; inputs and outputs in the order of the body's declarations."""
+        """Launch.  a [M, K], b [N, K], or folded; inputs and outputs in the order of the body's declarations.
+
+        Where K is split, a workspace and counters end the outputs; see `gather`.
+        """
         config = self.config
         a, b = matrix(a, self.a_folding), matrix(b, self.b_folding)
         tiled_mma = self._tiled_mma()
@@ -189,10 +193,13 @@ class GemmKernel:
         )
         vectors = tuple(t for t, i in zip(inputs, self.body.INPUTS, strict=True) if i.kind != "tile")
         partials = tuple(outputs[len(self.stores) :])
+        shares = ()
+        if cutlass.const_expr(config.split > 1):
+            partials, shares = partials[:-2], partials[-2:]
 
         m, n = Int32(cute.size(a, mode=[0])), Int32(cute.size(b, mode=[0]))
         clusters_m, clusters_n = self.cluster_grid(m, n)
-        clusters = cutlass.min(max_clusters, clusters_m * clusters_n)
+        clusters = cutlass.min(max_clusters, clusters_m * clusters_n * config.split)
         self.kernel(
             tiled_mma,
             atom_a,
@@ -207,6 +214,7 @@ class GemmKernel:
             tuple(tensor for _, tensor in stores),
             vectors,
             partials,
+            shares,
             m,
             n,
         ).launch(
@@ -270,6 +278,7 @@ class GemmKernel:
             stores: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, max(16, store_bytes)], 1024]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, max(4, self._row_floats())], 16]
             scratch: cute.struct.Align[cute.struct.MemRange[Float32, max(4, self._scratch_floats())], 16]
+            flags: cute.struct.Align[cute.struct.MemRange[Int32, 2], 16]
 
         return SharedStorage
 
@@ -307,6 +316,7 @@ class GemmKernel:
         store_tensors: tuple,
         vectors: tuple,
         partials: tuple,
+        shares: tuple,
         m: Int32,
         n: Int32,
     ) -> None:
@@ -346,7 +356,7 @@ class GemmKernel:
         # (tile rows or columns, K_TILE, tiles, K tiles)
         g_a = cute.local_tile(tma_a, (self.tile_m, K_TILE), (None, None))
         g_b = cute.local_tile(tma_b, (self.tile_n, K_TILE), (None, None))
-        k_tiles = cute.size(g_a, mode=[3])
+        k_tiles = cute.ceil_div(cute.size(g_a, mode=[3]), config.split)  # of one part; beyond K there are zeros
         pipeline.pipeline_init_wait(cluster_shape_mn=config.cluster)
 
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
@@ -368,6 +378,7 @@ class GemmKernel:
                 store_tensors,
                 vectors,
                 partials,
+                shares,
                 cta,
                 k_tiles,
                 m,
@@ -423,12 +434,14 @@ class GemmKernel:
         to_b, from_b = cpasync.tma_partition(
             atom_b, cta[0], cute.make_layout(cluster_m), cute.group_modes(s_b, 0, 2), cute.group_modes(g_b, 0, 2)
         )
+        split = self.config.split
         clusters_m, clusters_n = self.cluster_grid(m, n)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
         index = cute.arch.block_idx()[2]
-        while index < clusters_m * clusters_n:
-            tile_m, tile_n = self.tile_of(index, clusters_m, clusters_n, cta)
-            for k in cutlass.range(k_tiles, unroll=1):
+        while index < clusters_m * clusters_n * split:
+            tile_m, tile_n = self.tile_of(index // split, clusters_m, clusters_n, cta)
+            first = index % split * k_tiles
+            for k in cutlass.range(first, first + k_tiles, unroll=1):
                 ring.producer_acquire(state)
                 barrier = ring.producer_get_barrier(state)
                 cute.copy(
@@ -463,6 +476,7 @@ class GemmKernel:
         store_tensors: tuple,
         vectors: tuple,
         partials: tuple,
+        shares: tuple,
         cta: Any,
         k_tiles: Int32,
         m: Int32,
@@ -495,13 +509,28 @@ class GemmKernel:
                 cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=256)
         visit = Int32(0)
         index = cute.arch.block_idx()[2] + team * step
-        while index < clusters_m * clusters_n:
-            tile_m, tile_n = self.tile_of(index, clusters_m, clusters_n, cta)
-            staged = begin(tile_m, tile_n, visit)
+        finished = Int32(0)
+        while index < clusters_m * clusters_n * config.split:
+            tile_m, tile_n = self.tile_of(index // config.split, clusters_m, clusters_n, cta)
             # K tiles that passed through the ring before this tile's
             passed = (visit * self.teams + team) * k_tiles
-            self.mainloop((first_mma, tiled_mma), acc, frag_a, frag_b, ring, passed, k_tiles, team)
-            finish(acc, staged, tile_m, tile_n, visit, partials)
+            if cutlass.const_expr(config.split == 1):
+                staged = begin(tile_m, tile_n, visit)
+                self.mainloop((first_mma, tiled_mma), acc, frag_a, frag_b, ring, passed, k_tiles, team)
+                finish(acc, staged, tile_m, tile_n, visit, partials)
+            else:
+                self.mainloop((first_mma, tiled_mma), acc, frag_a, frag_b, ring, passed, k_tiles, team)
+                tile = (
+                    (index // config.split) * (config.cluster[0] * config.cluster[1])
+                    + cta[1] * config.cluster[0]
+                    + cta[0]
+                )
+                part, thread = index % config.split, cute.arch.thread_idx()[0] % (self.team_warps * 32)
+                flags = storage.flags.data_ptr().toint()
+                if gather(self, acc, shares[0], shares[1], flags, tile, part, team, thread):
+                    staged = begin(tile_m, tile_n, finished)
+                    finish(acc, staged, tile_m, tile_n, finished, partials)
+                    finished += 1
             index += self.teams * step
             visit += 1
         if cutlass.const_expr(len(self.stores) > 0):

@@ -41,6 +41,7 @@ class Config:
         load_stages: sub-tiles of tile inputs in flight per warp (0 where there are none).
         store_stages: sub-tiles of tile outputs in flight per warp (0 where there are none).
         raster: clusters of one group along N, for L2 locality.
+        split: parts of K that are multiplied apart and added by the last that is done; see `gather`.
     """
 
     tile: tuple[int, int]
@@ -51,6 +52,7 @@ class Config:
     load_stages: int
     store_stages: int
     raster: int = 8
+    split: int = 1
 
 
 @attrs.frozen
@@ -173,7 +175,7 @@ def relative_width(epilogue: Epilogue, item: Param | Output) -> Fraction:
 
 def merge_spec(state: State) -> KernelSpec:
     """The kernel that merges the partials of a transform: the same for every epilogue that has it."""
-    definition, kind = state.definition, state.type.kind
+    definition, kind = state.definition, Kind.ROW if state.type.kind is Kind.ROWS else state.type.kind
     builder = EpilogueBuilder(f"merge_{definition.name}", ("M", "N"))
     storage = {Dtype.F32: "f32", Dtype.I32: "i32", Dtype.BOOL: "bool"}
     inputs = [storage[dtype] for _, dtype in definition.inputs]
