@@ -94,6 +94,7 @@ def _emulated_device() -> types.SimpleNamespace:
         even=lambda x: x[0::2],
         odd=lambda x: x[1::2],
         join=_join,
+        one_plus_erf=lambda x: tuple(1 + torch.erf(v) for v in x),
         constant=_constant,
         REDUCTIONS={"sum": torch.sum, "max": torch.amax, "min": torch.amin},
     )

@@ -18,7 +18,7 @@ mainloop nothing of it.
 from __future__ import annotations
 
 import keyword
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fractions import Fraction
 
 from codalang.ir.epilogue import Epilogue, Node, State
@@ -138,25 +138,50 @@ def _arguments(epilogue: Epilogue, on_gemm: bool, names: list[str]) -> list[str]
 
 def _body(epilogue: Epilogue, names: list[str]) -> list[str]:
     base = base_width(epilogue)
-    lines = [f"        {line}" for line in _assignments(epilogue.nodes, names, base)]
+    results = {value for output in epilogue.outputs for value in output.values}
+    lines = [f"        {line}" for line in _assignments(epilogue.nodes, names, base, results)]
     stores = _tuple([names[o.value] for o in epilogue.stores])
     vectors = _tuple([names[o.value] for o in epilogue.vectors])
     reduced = _tuple([_tuple([names[v] for v in group[0].values]) for group in folds(epilogue)])
     return [*lines, f"        return {stores}, {vectors}, {reduced}"]
 
 
-def _assignments(nodes: Sequence[Node], names: Sequence[str], base: Fraction) -> list[str]:
+def _assignments(nodes: Sequence[Node], names: Sequence[str], base: Fraction, results: Collection[int]) -> list[str]:
     lines: list[str] = []
     last_comment = None
-    for name, node in zip(names, nodes, strict=True):
-        if node.op == "param":
+    fused = _fused(nodes)
+    used = {a for i, node in enumerate(nodes) for a in (node.args if i not in fused else fused[i][1])} | set(results)
+    for index, (name, node) in enumerate(zip(names, nodes, strict=True)):
+        # what only a fused operation took is not computed
+        if node.op == "param" or (node.op in _FUSED_OPERANDS and index not in used):
             continue
         comment = _comment(node)
         if comment and comment != last_comment:
             lines.append(f"# {comment}")
             last_comment = comment
-        lines.append(f"{name} = {_expression(node, names, base)}")
+        if index in fused:
+            function, arguments = fused[index]
+            lines.append(f"{name} = device.{function}({', '.join(names[a] for a in arguments)})")
+        else:
+            lines.append(f"{name} = {_expression(node, names, base)}")
     return lines
+
+
+_FUSED_OPERANDS = ("erf", "const")
+
+
+def _fused(nodes: Sequence[Node]) -> dict[int, tuple[str, tuple[int, ...]]]:
+    """Nodes that one function of `device` computes together with operands of theirs: its name, and its arguments.
+
+    1 + erf(x), of every GELU and of its derivative, needs no relative precision where erf is small.
+    """
+    found = {}
+    for index, node in enumerate(nodes):
+        if node.op == "add":
+            for one, other in (node.args, node.args[::-1]):
+                if nodes[one].op == "const" and nodes[one].attr == 1.0 and nodes[other].op == "erf":
+                    found[index] = ("one_plus_erf", nodes[other].args)
+    return found
 
 
 def _expression(node: Node, names: Sequence[str], base: Fraction) -> str:
@@ -219,5 +244,5 @@ def _function_lines(name: str, function: Function) -> list[str]:
     names = _value_names([str(n.attr) if n.op == "param" else n.hint for n in function.nodes])
     by_param = {str(n.attr): names[i] for i, n in enumerate(function.nodes) if n.op == "param"}
     parameters = ", ".join(by_param.get(p, f"_{p}") for p, _ in function.params)
-    lines = [f"    {line}" for line in _assignments(function.nodes, names, Fraction(1))]
+    lines = [f"    {line}" for line in _assignments(function.nodes, names, Fraction(1), function.results)]
     return [f"def {name}({parameters}):", *lines, f"    return {_tuple([names[r] for r in function.results])}"]
