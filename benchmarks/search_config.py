@@ -1,6 +1,7 @@
 """Exhaustive search of GEMM configurations on a Hopper GPU, beside what the heuristic chooses.
 
-`python benchmarks/search_config.py [--out DIR] [--only REGEX] [--config REGEX] [--ablate] [--rounds N]`
+`python benchmarks/search_config.py [--out DIR] [--only REGEX] [--config REGEX] [--ablate]
+[--rasters N ...] [--rounds N]`
 
 `--config` limits the candidates to those whose short form (as the table shows it) matches.  `--ablate` times beside
 each candidate what its epilogue costs for a reason: `moves` loads and stores the same tiles with next to no maths,
@@ -58,7 +59,7 @@ SLABS = (
     + ((64, 1, 1), (64, 2, 1), (64, 4, 1), (64, 1, 2), (64, 2, 2))
     + ((16, 2, 2), (16, 4, 2), (16, 8, 2), (16, 4, 4))
 )
-RASTERS = (8,)
+RASTERS = (8,)  # clusters of one band along N; `--rasters` tries others
 
 
 @attrs.frozen
@@ -130,12 +131,14 @@ def ablations(job: Job) -> list[Job]:
     ]
 
 
-def candidates(job: Job, wanted: re.Pattern[str] = re.compile("")) -> list[Config]:
+def candidates(job: Job, wanted: re.Pattern[str] = re.compile(""), rasters: Sequence[int] = RASTERS) -> list[Config]:
     """Every configuration that fits, with as many stages of the ring as fit."""
     spec = job.spec()
     has_loads = any(p.type.kind is Kind.TILE for p, _ in spec.inputs)
     found = {}
-    for (tile, cluster, ping_pong), (subtile, loads, stores), raster in itertools.product(SHAPES, SLABS, RASTERS):
+    for (tile, cluster, ping_pong), (subtile, loads, stores), raster in itertools.product(
+        SHAPES, SLABS, options.rasters
+    ):
         loads *= has_loads
         warps_rows = tile[0] // 64 // (1 if ping_pong else 2)
         if tile[1] % subtile or (loads and (tile[1] // subtile * warps_rows) % loads):
@@ -145,7 +148,7 @@ def candidates(job: Job, wanted: re.Pattern[str] = re.compile("")) -> list[Confi
         stages = min(plan.MAX_STAGES, left // plan.ring_stage_bytes(tile))
         if stages >= 3:
             found[attrs.evolve(config, stages=stages)] = None
-    return [config for config in found if wanted.search(_short(config))]
+    return [config for config in found if options.config.search(_short(config))]
 
 
 def _fitted(job: Job, config: Config) -> Config:
@@ -167,18 +170,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=re.compile, default=re.compile(""))
     parser.add_argument("--config", type=re.compile, default=re.compile(""))
+    parser.add_argument("--rasters", type=int, nargs="+", default=RASTERS)
     parser.add_argument("--ablate", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     chosen = [job for job in jobs() if options.only.search(job.name)]
-    specs = [attrs.evolve(job.spec(), config=c) for job in chosen for c in candidates(job, options.config)]
+    specs = [attrs.evolve(job.spec(), config=c) for job in chosen for c in candidates(job, options)]
     if options.ablate:
         specs += [
             attrs.evolve(other.spec(), config=_fitted(other, c))
             for job in chosen
             for other in ablations(job)
-            for c in candidates(job, options.config)
+            for c in candidates(job, options)
         ]
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         failures = {s: why for s, why in zip(specs, pool.map(_compile, specs), strict=True) if why}
@@ -198,7 +202,7 @@ def _search(job: Job, options: argparse.Namespace, failures: dict[KernelSpec, st
     base = job.epilogue.params[0].type.width or 1
     inputs = workloads.make_inputs(job.epilogue, job.m, int(job.n / base))
     heuristic = plan.choose(spec, job.m, job.n, job.k)
-    configs = [c for c in candidates(job, options.config) if attrs.evolve(spec, config=c) not in failures]
+    configs = [c for c in candidates(job, options) if attrs.evolve(spec, config=c) not in failures]
     variants = [("", job), *((o.name.split()[-1], o) for o in (ablations(job) if options.ablate else []))]
 
     def call(program: Epilogue, config: Config | None) -> workloads.Call:
@@ -237,7 +241,7 @@ def _short(c: Config) -> str:
     schedule = "pp" if c.ping_pong else "co"
     return (
         f"{c.tile[0]}x{c.tile[1]} {schedule} cluster {c.cluster} stages {c.stages} sub {c.subtile} "
-        f"load {c.load_stages} store {c.store_stages}"
+        f"load {c.load_stages} store {c.store_stages} raster {c.raster}"
     )
 
 
