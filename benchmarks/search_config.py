@@ -131,7 +131,7 @@ def ablations(job: Job) -> list[Job]:
     ]
 
 
-def candidates(job: Job, wanted: re.Pattern[str] = re.compile(""), rasters: Sequence[int] = RASTERS) -> list[Config]:
+def candidates(job: Job, options: argparse.Namespace) -> list[Config]:
     """Every configuration that fits, with as many stages of the ring as fit."""
     spec = job.spec()
     has_loads = any(p.type.kind is Kind.TILE for p, _ in spec.inputs)
