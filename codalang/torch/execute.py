@@ -16,7 +16,8 @@ import contextlib
 import contextvars
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from codalang.errors import CodaUnsupportedError
 from codalang.ir import reference
 from codalang.ir.epilogue import Epilogue
+from codalang.lower.folded import Matrix
 from codalang.torch.signature import Extent, Value
 
 _MATMUL_DTYPES = (torch.bfloat16, torch.float16)
@@ -96,23 +98,35 @@ def reference_only() -> Iterator[None]:
         _reference_only.reset(token)
 
 
-def execute(job: Job, values: Sequence[Value]) -> list[Tensor]:
-    """The outputs in order, contiguous and new, on flattened values.  Nothing here is recorded by autograd."""
-    device = _device(values)
+def execute(job: Job, values: Sequence[Value | Matrix], out: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+    """The outputs in order, contiguous and new, on flattened values.  Nothing here is recorded by autograd.
+
+    `out` holds buffers for some of the outputs, as `lower.run` takes them; operands may be folded.
+    """
+    device = device_of(values)
     if not is_autocast_on(device):
-        return _execute(job, values, device)
+        return _execute(job, values, out, device)
     # What is computed in which dtype is decided above: autocast must not change it underneath.
     with torch.autocast(device.type, enabled=False):
-        return _execute(job, values, device)
+        return _execute(job, values, out, device)
 
 
-def _execute(job: Job, values: Sequence[Value], device: torch.device) -> list[Tensor]:
+def _execute(
+    job: Job, values: Sequence[Value | Matrix], out: Mapping[str, Tensor] | None, device: torch.device
+) -> list[Tensor]:
     if _takes_kernel(job, values, device):
         try:
-            return _run_kernel(job, values)
+            return _run_kernel(job, values, out)
         except CodaUnsupportedError as error:
             _say_once(job.epilogue.name, str(error))
-    return _run_reference(job, values, device)
+    outputs = _run_reference(job, values, device)
+    if not out:
+        return outputs
+    names = [output.name for output in job.epilogue.outputs]
+    return [
+        out[name].copy_(tensor.view(out[name].shape)) if name in out else tensor
+        for name, tensor in zip(names, outputs, strict=True)
+    ]
 
 
 def is_autocast_on(device: torch.device) -> bool:
@@ -120,8 +134,11 @@ def is_autocast_on(device: torch.device) -> bool:
     return torch._C._is_any_autocast_enabled() and device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
-def _device(values: Sequence[Value]) -> torch.device:
+def device_of(values: Sequence[Value | Matrix]) -> torch.device:
+    """Where it runs: the arguments agree about it."""
     for value in values:
+        if isinstance(value, Matrix):
+            return value.tensor.device
         if isinstance(value, Tensor):
             return value.device
     return torch.device("cpu")
@@ -132,37 +149,39 @@ def _is_hopper(index: int) -> bool:
     return torch.cuda.get_device_capability(index) == (9, 0)
 
 
-def _takes_kernel(job: Job, values: Sequence[Value], device: torch.device) -> bool:
+def _takes_kernel(job: Job, values: Sequence[Value | Matrix], device: torch.device) -> bool:
     if device.type != "cuda" or not _is_hopper(device.index) or _reference_only.get():
         return False
-    tensors = [v for v in values if isinstance(v, Tensor)]
+    whole = [v.tensor if isinstance(v, Matrix) else v for v in values]
+    tensors = [v for v in whole if isinstance(v, Tensor)]
     operands = tensors[:2] if job.on_gemm else []
     return all(t.dtype in _KERNEL_DTYPES for t in tensors) and all(t.dtype in _MATMUL_DTYPES for t in operands)
 
 
-def _run_kernel(job: Job, values: Sequence[Value]) -> list[Tensor]:
+def _run_kernel(job: Job, values: Sequence[Value | Matrix], out: Mapping[str, Tensor] | None) -> list[Tensor]:
     from codalang.lower import run  # imports the device compiler
 
     params = job.epilogue.params
     dtypes = {o.name: d for o, d in zip(job.epilogue.outputs, job.dtypes, strict=True)}
     if job.on_gemm:
         a, b, *rest = values
-        assert isinstance(a, Tensor) and isinstance(b, Tensor)
-        inputs = {p.name: v for p, v in zip(params[1:], rest, strict=True)}
-        outputs = run.gemm(job.epilogue, a, b, inputs, dtypes=dtypes)
+        assert isinstance(a, Tensor | Matrix) and isinstance(b, Tensor | Matrix)
+        inputs: Any = {p.name: v for p, v in zip(params[1:], rest, strict=True)}
+        samples = job.samples if job.epilogue.has_samples else None
+        outputs = run.gemm(job.epilogue, a, b, inputs, dtypes=dtypes, out=out, samples=samples)
     else:
         inputs = {p.name: v for p, v in zip(params, values, strict=True)}
-        outputs = run.hosted(job.epilogue, inputs, extents=job.extents, dtypes=dtypes)
+        outputs = run.hosted(job.epilogue, inputs, extents=job.extents, dtypes=dtypes, out=out)
     return [outputs[o.name] for o in job.epilogue.outputs]
 
 
-def _run_reference(job: Job, values: Sequence[Value], device: torch.device) -> list[Tensor]:
-    epilogue, values = job.epilogue, list(values)
+def _run_reference(job: Job, values: Sequence[Value | Matrix], device: torch.device) -> list[Tensor]:
+    epilogue = job.epilogue
+    plain: list[Any] = [v.flat() if isinstance(v, Matrix) else v for v in values]
     if job.on_gemm:
-        a, b = values[:2]
-        assert isinstance(a, Tensor) and isinstance(b, Tensor)
-        values[:2] = [a.to(job.compute) @ b.to(job.compute).T]
-    inputs = {p.name: v for p, v in zip(epilogue.params, values, strict=True)}
+        a, b = plain[:2]
+        plain[:2] = [a.to(job.compute) @ b.to(job.compute).T]
+    inputs = {p.name: v for p, v in zip(epilogue.params, plain, strict=True)}
     outputs = reference.run(epilogue, inputs, dtype=job.compute, extents=job.extents)
     return [
         outputs[output.name].to(device=device, dtype=dtype, copy=not fresh)

@@ -15,19 +15,16 @@ are loaded as they are.  torch.func transforms and forward-mode differentiation 
 
 from __future__ import annotations
 
-import collections
 import functools
-import keyword
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from codalang.autodiff import Derivative, derive
-from codalang.errors import CodaCallError, CodaError, CodaNameError, CodaUnsupportedError, Source
+from codalang.errors import CodaCallError, CodaError, CodaNameError, Source
 from codalang.ir import module as ir
 from codalang.ir.epilogue import Epilogue
 from codalang.ir.printer import print_epilogue, print_module
@@ -35,7 +32,10 @@ from codalang.ir.simplify import simplify
 from codalang.torch import opaque
 from codalang.torch.autograd import Operator, Plan, invoke
 from codalang.torch.execute import is_autocast_on
+from codalang.torch.program import ProgramFunction
+from codalang.torch.results import packer
 from codalang.torch.signature import Binding, Extent, Signature, Value, bind, check, extents_of, key
+from codalang.torch.transforms import refuse_transforms
 
 # More shapes than this are not remembered at once: a training run with a new sequence length in every step.
 _REMEMBERED_CALLS = 1024
@@ -50,7 +50,7 @@ class Hosting:
         self._text = opaque.one_line(text)
         self._count = len(self.signature.names)
         self._plans: dict[object, tuple[Binding, Plan]] = {}
-        self._pack = _packer(epilogue)
+        self._pack = packer(epilogue.name, [o.name for o in epilogue.outputs])
 
     def call(
         self, args: tuple[object, ...], named: Mapping[str, object], extents: tuple[int, ...] | None = None
@@ -63,7 +63,7 @@ class Hosting:
 
     def call_bound(self, values: list[Any], extents: tuple[Extent, ...] | None = None) -> Sequence[Tensor]:
         """The outputs, for values in the order of the signature."""
-        _refuse_transforms(values)
+        refuse_transforms(values)
         if extents is not None:
             extents = extents_of(self.signature, extents)
         if self.signature.on_gemm and torch._C._is_any_autocast_enabled():
@@ -112,28 +112,6 @@ class Hosting:
         return cast(list[Tensor], torch.ops.codalang.call(self._text, self.signature.on_gemm, tensors, extents))
 
 
-def _packer(epilogue: Epilogue) -> Callable[[Sequence[Tensor]], Any]:
-    """What the caller gets: the one output, or a named tuple of several."""
-    names = [o.name for o in epilogue.outputs]
-    if len(names) == 1:
-        return lambda outputs: outputs[0]
-    return cast(Callable[[Sequence[Tensor]], Any], _results_type(epilogue.name, tuple(names))._make)
-
-
-@functools.cache
-def _results_type(name: str, fields: tuple[str, ...]) -> Any:
-    """The named tuple of an epilogue's results.  It stands in no module, so that its values are pickled by its name and
-    fields."""
-    make: Any = collections.namedtuple
-    made = make(f"{name}_" if keyword.iskeyword(name) else name, fields, rename=True)
-    made.__reduce__ = lambda results: (_results, (name, fields, *results))
-    return made
-
-
-def _results(name: str, fields: tuple[str, ...], *values: Tensor) -> Any:
-    return _results_type(name, fields)._make(values)
-
-
 def _autocast(values: list[Any]) -> None:
     """Cast `a` and `w` as torch.matmul would."""
     for slot in (0, 1):
@@ -141,20 +119,6 @@ def _autocast(values: list[Any]) -> None:
         if isinstance(value, Tensor) and is_autocast_on(value.device):
             if value.dtype.is_floating_point and value.dtype is not torch.float64:
                 values[slot] = value.to(torch.get_autocast_dtype(value.device.type))
-
-
-def _refuse_transforms(values: Sequence[object]) -> None:
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise CodaUnsupportedError(
-            "codalang's functions cannot run inside torch.func transforms (vmap, grad, jvp)",
-            hint="use torch.autograd; leading dimensions of `a` are batch dimensions already",
-        )
-    if forward_ad._current_level >= 0 and any(
-        isinstance(v, Tensor) and forward_ad.unpack_dual(v).tangent is not None for v in values
-    ):
-        raise CodaUnsupportedError(
-            "codalang's functions have no forward-mode derivative", hint="use torch.autograd.grad"
-        )
 
 
 class EpilogueFunction:
@@ -233,19 +197,22 @@ def callable_of(text: str, on_gemm: bool) -> Hosting:
 
 
 class CodaAttributeError(CodaNameError, AttributeError):
-    """A module has no epilogue of that name."""
+    """A module has no epilogue or program of that name."""
 
 
 class Module:
-    """The epilogues of one program, as attributes and as items: `m.swiglu`, `m["swiglu"]`, `list(m)`."""
+    """The epilogues and programs of a source, as attributes and as items: `m.swiglu`, `m["swiglu"]`, `list(m)`."""
 
     def __init__(self, program: ir.Module) -> None:
         self._program = program
-        self._functions = {name: EpilogueFunction(epilogue) for name, epilogue in program.epilogues.items()}
+        self._functions: dict[str, EpilogueFunction | ProgramFunction] = {
+            name: EpilogueFunction(epilogue) for name, epilogue in program.epilogues.items()
+        }
+        self._functions |= {name: ProgramFunction(chain) for name, chain in program.programs.items()}
 
-    def __getattr__(self, name: str) -> EpilogueFunction:
+    def __getattr__(self, name: str) -> Any:
         try:
-            return cast(EpilogueFunction, self.__dict__["_functions"][name])
+            return self.__dict__["_functions"][name]
         except KeyError:
             # Of what is looked up by convention (copy, pickle, inspect), Python's own error is all that is wanted.
             if name.startswith("_"):
@@ -255,7 +222,7 @@ class Module:
                 f"{self._program.source.name} defines no epilogue `{name}`; it defines {have}"
             ) from None
 
-    def __getitem__(self, name: str) -> EpilogueFunction:
+    def __getitem__(self, name: str) -> Any:
         if isinstance(name, str):
             return self._functions[name] if name in self._functions else self.__getattr__(name)
         have = ", ".join(self._functions) or "none"

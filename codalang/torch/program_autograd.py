@@ -1,0 +1,474 @@
+"""The derivative of a call of a program: the derived program, run on what its forward kept.
+
+    forward    results, saved = derivative.forward                one node on the autograd tape for the whole program
+    backward   gradients      = derivative.backward on the cotangents and on what was kept
+
+A backward that is itself to be differentiated (`create_graph`) runs as another program, forward and backward in one: it
+is given the cotangents and the program's arguments, and is a call like any other.  So derivatives of any order are
+right, and nothing is kept for them but the arguments.
+
+For each subset of cotangents and of arguments that need a gradient, a backward is derived once and kept.  Where one
+that has fewer cotangents wants a value that the forward did not keep, the missing cotangents are zeros.
+
+Cotangents may be missing, strided, of stride 0, or shared, and are only read.  What the forward kept is dropped, or
+overwritten, as the backward uses it, unless the graph is retained.
+
+    ProgramOperator    a program; owns its derivatives
+    Shaped             one of them at given extents and dtypes
+    ProgramTape        with given arguments that require gradients: what the forward keeps
+    ProgramStep        its backward for given cotangents and wanted gradients
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from codalang import autodiff
+from codalang.autodiff.program_activity import active_values
+from codalang.autodiff.program_derivative import ProgramDerivative
+from codalang.ir.names import Namer
+from codalang.ir.program import Matmul, Product, Program, ProgramParam, Statement, Vector
+from codalang.ir.types import Dtype
+from codalang.torch.program_opaque import run_plan
+from codalang.torch.program_plan import Finish, Plan, Setting, Wanted, types_of
+from codalang.torch.signature import Value
+
+Flags = tuple[bool, ...]
+Names = frozenset[str]
+
+
+@attrs.define(eq=False)
+class ProgramOperator:
+    """A program, with its derivatives."""
+
+    program: Program
+    _derivatives: dict[tuple[Names, Names], ProgramDerivative] = attrs.field(factory=dict, init=False)
+    _gradients: dict[tuple[Names, Names], GradientProgram] = attrs.field(factory=dict, init=False)
+
+    @functools.cached_property
+    def types(self) -> Any:
+        """The type of every value."""
+        return types_of(self.program)
+
+    @functools.cached_property
+    def positions(self) -> dict[str, int]:
+        """Where each parameter stands."""
+        return {param.name: index for index, param in enumerate(self.program.params)}
+
+    def derivative(self, wrt: Names, cotangents: Names) -> ProgramDerivative:
+        """The derivative for gradients of these parameters from the cotangents of these results; derived once."""
+        key = (wrt, cotangents)
+        if key not in self._derivatives:
+            self._derivatives[key] = autodiff.derive_program(self.program, wrt=wrt, cotangents=cotangents)
+        return self._derivatives[key]
+
+    def gradient(self, wrt: Names, cotangents: Names) -> GradientProgram:
+        """The same in one program, as a function of cotangents and arguments."""
+        key = (wrt, cotangents)
+        if key not in self._gradients:
+            self._gradients[key] = GradientProgram.of(self, self.derivative(wrt, cotangents))
+        return self._gradients[key]
+
+
+@attrs.frozen(eq=False)
+class GradientProgram:
+    """Forward and backward in one.
+
+    Attributes:
+        operator: a program of cotangents, then of the parameters.
+        cotangents: the results whose cotangents come first, in order.
+        gradients: see ProgramDerivative.
+    """
+
+    operator: ProgramOperator
+    cotangents: tuple[str, ...]
+    gradients: dict[str, str | None]
+
+    @staticmethod
+    def of(operator: ProgramOperator, derivative: ProgramDerivative) -> GradientProgram:
+        """The statements of the forward, then those of the backward on what they made."""
+        program, forward, backward = operator.program, derivative.forward, derivative.backward
+        makes = [name for statement in forward.statements for name in statement.makes]
+        namer = Namer({*makes, *(p.name for p in program.params), *program.dims})
+        rename: dict[str, str] = {}
+        cotangents = []
+        params = []
+        for param in backward.params:
+            load = derivative.loads[param.name]
+            if load.source == "cotangent":
+                rename[param.name] = namer.fresh(param.name)
+                cotangents.append(load.name)
+                params.append(ProgramParam(rename[param.name], operator.types[load.name]))
+            else:
+                rename[param.name] = load.name
+        for statement in backward.statements:
+            rename.update({name: namer.fresh(name) for name in statement.makes})
+        statements = (*forward.statements, *(_renamed(s, rename) for s in backward.statements))
+        results = tuple(dict.fromkeys(rename[name] for name in backward.results))
+        gradients = {p: None if name is None else rename[name] for p, name in derivative.gradients.items()}
+        whole = Program(backward.name, (*params, *program.params), statements, results)
+        return GradientProgram(ProgramOperator(whole), tuple(cotangents), gradients)
+
+
+def _renamed(statement: Statement, names: Mapping[str, str]) -> Statement:
+    def of(name: str) -> str:
+        return names.get(name, name)
+
+    def matmul(host: Matmul) -> Matmul:
+        return attrs.evolve(host, a=of(host.a), b=of(host.b))
+
+    if isinstance(statement, Product):
+        return attrs.evolve(statement, result=of(statement.result), matmul=matmul(statement.matmul))
+    if isinstance(statement, Vector):
+        return attrs.evolve(
+            statement, result=of(statement.result), expression=_reading(statement.expression, of, statement.result)
+        )
+    host = statement.host
+    return attrs.evolve(
+        statement,
+        results=tuple(None if name is None else of(name) for name in statement.results),
+        host=matmul(host) if isinstance(host, Matmul) else None if host is None else of(host),
+        inputs=tuple((param, of(value) if isinstance(value, str) else value) for param, value in statement.inputs),
+    )
+
+
+def _reading(expression: Any, of: Any, result: str) -> Any:
+    """An expression of values with other names."""
+    return attrs.evolve(
+        expression,
+        params=tuple(attrs.evolve(p, name=of(p.name)) for p in expression.params),
+        nodes=tuple(attrs.evolve(n, attr=of(n.attr)) if n.op == "param" else n for n in expression.nodes),
+        outputs=tuple(attrs.evolve(o, name=of(result)) for o in expression.outputs),
+    )
+
+
+class Shaped:
+    """An operator at given extents and dtypes; `wanted` is asked of its results."""
+
+    def __init__(self, operator: ProgramOperator, setting: Setting, wanted: Sequence[Wanted]) -> None:
+        self.operator, self.setting, self.wanted = operator, setting, tuple(wanted)
+        self._tapes: dict[Flags, ProgramTape] = {}
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """What runs where no gradients are recorded."""
+        return Plan(self.operator.program, self.setting, self.wanted)
+
+    def tape(self, requires: Flags) -> ProgramTape:
+        """The tape for arguments of which those so flagged require gradients."""
+        tape = self._tapes.get(requires)
+        if tape is None:
+            tape = self._tapes[requires] = ProgramTape(self, requires)
+        return tape
+
+
+class ProgramTape:
+    """What a forward runs and keeps so that any backward of these arguments can be run.
+
+    Attributes:
+        plan: it also gives what must be saved.
+        visible: how many results the caller sees; the rest are the saved ones.
+        constant: the results that have no gradient: no floats, or nothing that depends on an argument with one.
+        kept_params, kept_results: what the usual backward reads: arguments and results, by position.
+        rest: the tensors among the other arguments: for a backward that is differentiated.
+    """
+
+    def __init__(self, shaped: Shaped, requires: Flags) -> None:
+        operator, setting = shaped.operator, shaped.setting
+        program = operator.program
+        self.operator, self.setting = operator, setting
+        wrt = frozenset(p.name for p, needed in zip(program.params, requires, strict=True) if needed)
+        active = active_values(program, wrt)
+        floats = [operator.types[name].dtype is Dtype.F32 for name in program.results]
+        differentiable = [f and name in active for f, name in zip(floats, program.results, strict=True)]
+        self.visible = len(program.results)
+        self.constant = tuple(i for i, has in enumerate(differentiable) if not has)
+        self._usual = (wrt, frozenset(n for n, has in zip(program.results, differentiable, strict=True) if has))
+        self.first = operator.derivative(*self._usual)
+        self.forward = ProgramOperator(self.first.forward)
+        wanted = (*shaped.wanted, *map(Wanted, self.first.saved))
+        self.plan = Plan(self.first.forward, setting, wanted, exact=self.first.saved)
+        loads = self.first.loads.values()
+        tensors = [i for i, dtype in enumerate(setting.dtypes) if dtype is not None]
+        read = {operator.positions[load.name] for load in loads if load.source == "param"}
+        self.kept_params = tuple(i for i in tensors if i in read)
+        self.rest = tuple(i for i in tensors if i not in read)
+        self.numbers = tuple(i for i, dtype in enumerate(setting.dtypes) if dtype is None)
+        self.results = {w.name: i for i, w in enumerate(wanted)}
+        self.kept_results = tuple(sorted({self.results[ld.name] for ld in loads if ld.source in ("output", "saved")}))
+        self._steps: dict[tuple[Flags, Flags], ProgramStep] = {}
+        self._differentiable: dict[tuple[Flags, Flags], DifferentiableStep] = {}
+
+    def names(self, needs: Flags, present: Flags) -> tuple[Names, Names]:
+        """The parameters whose gradients are wanted, and the results whose cotangents are there."""
+        program = self.operator.program
+        wrt = frozenset(p.name for p, need in zip(program.params, needs, strict=True) if need)
+        given = frozenset(name for name, there in zip(program.results, present, strict=True) if there)
+        return wrt, given - {program.results[i] for i in self.constant}
+
+    def zeros(self, slot: int) -> Tensor:
+        """The gradient of an argument on which nothing depends."""
+        return torch.zeros(self.setting.shapes[slot], dtype=self.setting.dtypes[slot], device=self.setting.device)
+
+    def step(self, needs: Flags, present: Flags) -> ProgramStep:
+        """The backward that wants these arguments' gradients from these results' cotangents."""
+        key = (needs, present)
+        if key not in self._steps:
+            self._steps[key] = ProgramStep(self, *self.names(needs, present))
+        return self._steps[key]
+
+    def differentiable(self, needs: Flags, present: Flags) -> DifferentiableStep:
+        """The same as a call that is recorded."""
+        key = (needs, present)
+        if key not in self._differentiable:
+            self._differentiable[key] = DifferentiableStep(self, *self.names(needs, present))
+        return self._differentiable[key]
+
+    def derivative(self, wrt: Names, given: Names) -> tuple[ProgramDerivative, bool]:
+        """A derivative whose backward loads nothing but what was kept, and whether what is missing must be zeros."""
+        if (wrt, given) == self._usual:
+            return self.first, False
+        found = self.forward.derivative(wrt, given)
+        if self._has(found):
+            return found, False
+        return self.first, True
+
+    def _has(self, derivative: ProgramDerivative) -> bool:
+        """Was all that a backward loads kept?"""
+        kept = {list(self.results)[i] for i in self.kept_results}
+        params = {self.operator.program.params[i].name for i in (*self.kept_params, *self.numbers)}
+        have = {"cotangent": set(self.results), "param": params, "output": kept, "saved": set()}
+        return all(load.name in have[load.source] for load in derivative.loads.values())
+
+
+@attrs.frozen(eq=False)
+class _Gradients:
+    """The gradients of a backward.
+
+    Attributes:
+        wanted: what is asked of each result that is one.
+        whose: (argument, result, what makes that argument's of it, where several share it and differ).
+        zeros: the arguments whose gradient is zero.
+    """
+
+    wanted: tuple[Wanted, ...]
+    whose: tuple[tuple[int, int, Finish | None], ...]
+    zeros: tuple[int, ...]
+
+    @staticmethod
+    def of(tape: ProgramTape, gradients: Mapping[str, str | None], wrt: Names, copied: bool) -> _Gradients:
+        """Those of the arguments `wrt`, of these results."""
+        setting, positions = tape.setting, tape.operator.positions
+        params = [p for p in tape.operator.program.params if p.name in wrt]
+        asked: dict[str, list[Wanted]] = {}
+        for param in params:
+            slot, name = positions[param.name], gradients.get(param.name)
+            if name is not None:
+                wanted = Wanted(name, setting.dtypes[slot], param.type, setting.shapes[slot], copied)
+                asked.setdefault(name, []).append(wanted)
+        order = {name: index for index, name in enumerate(asked)}
+        whose = []
+        for param in params:
+            slot, name = positions[param.name], gradients.get(param.name)
+            if name is not None:
+                shared = any(wanted != asked[name][0] for wanted in asked[name])
+                finish = Finish(
+                    setting.shapes[slot],
+                    setting.dtypes[slot],
+                    param.type if param.type.pair_axis is not None else None,
+                    setting.flat[slot],
+                )
+                whose.append((slot, order[name], finish if shared else None))
+        return _Gradients(
+            tuple(_joint(wanted) for wanted in asked.values()),
+            tuple(whose),
+            tuple(positions[p.name] for p in params if gradients.get(p.name) is None),
+        )
+
+    def spread(self, tape: ProgramTape, results: Sequence[Tensor]) -> list[Tensor | None]:
+        """A gradient for each argument."""
+        found: list[Tensor | None] = [None] * len(tape.setting.shapes)
+        for slot in self.zeros:
+            found[slot] = tape.zeros(slot)
+        for slot, index, finish in self.whose:
+            found[slot] = results[index] if finish is None else finish(results[index])
+        return found
+
+
+def _joint(asked: Sequence[Wanted]) -> Wanted:
+    """What is asked of a gradient that several arguments share: where they differ, its own form, rounded once."""
+    if all(wanted == asked[0] for wanted in asked):
+        return asked[0]
+    dtypes = [wanted.dtype for wanted in asked if wanted.dtype is not None]
+    return Wanted(asked[0].name, functools.reduce(torch.promote_types, dtypes), copied=asked[0].copied)
+
+
+class ProgramStep:
+    """One backward: a plan of the derived program, and which of its results is whose gradient."""
+
+    def __init__(self, tape: ProgramTape, wrt: Names, given: Names) -> None:
+        derivative, filled = tape.derivative(wrt, given)
+        self.gradients = _Gradients.of(tape, derivative.gradients, wrt, copied=False)
+        results = tuple(wanted.name for wanted in self.gradients.wanted)
+        program = attrs.evolve(derivative.backward, results=results)
+        read = {name for s in program.statements for name in s.reads} | set(results)
+        program = attrs.evolve(program, params=tuple(p for p in program.params if p.name in read))
+        setting = tape.setting
+        places = []
+        shapes: list[Any] = []
+        flat: list[Any] = []
+        dtypes: list[torch.dtype | None] = []
+        for param in program.params:
+            load = derivative.loads[param.name]
+            if load.source == "param":
+                index = tape.operator.positions[load.name]
+                shapes.append(setting.shapes[index])
+                flat.append(setting.flat[index])
+                dtypes.append(setting.dtypes[index])
+            else:
+                index = tape.results[load.name]
+                shapes.append(tape.plan.shapes[index])
+                flat.append(tape.plan.flat[index])
+                dtypes.append(tape.plan.dtypes[index])
+            missing = load.source == "cotangent" and filled and load.name not in given
+            places.append(("zeros" if missing else load.source, index))
+        self.places = tuple(places)
+        self.shapes, self.dtypes = shapes, dtypes
+        self._program = program
+        self._setting = attrs.evolve(
+            setting, shapes=tuple(shapes), flat=tuple(flat), dtypes=tuple(dtypes), derived=True
+        )
+        saved = {tape.results[name] for name in tape.first.saved}
+        self._private = tuple(
+            p.name
+            for p, (source, index) in zip(program.params, self.places, strict=True)
+            if source in ("output", "saved") and index in saved
+        )
+        self._plans: dict[bool, Plan] = {}
+
+    def plan(self, private: bool) -> Plan:
+        """`private`: what the forward saved belongs to this run alone, and may be overwritten."""
+        if private not in self._plans:
+            owned = self._private if private else ()
+            self._plans[private] = Plan(self._program, self._setting, self.gradients.wanted, owned=owned)
+        return self._plans[private]
+
+
+class DifferentiableStep:
+    """One backward as a call of a program of cotangents and arguments."""
+
+    def __init__(self, tape: ProgramTape, wrt: Names, given: Names) -> None:
+        gradient = tape.operator.gradient(wrt, given)
+        self.gradients = _Gradients.of(tape, gradient.gradients, wrt, copied=True)
+        setting = tape.setting
+        self.cotangents = tuple(tape.results[name] for name in gradient.cotangents)
+        plan = tape.plan
+        results = tuple(wanted.name for wanted in self.gradients.wanted)
+        self.shaped = Shaped(
+            ProgramOperator(attrs.evolve(gradient.operator.program, results=results)),
+            attrs.evolve(
+                setting,
+                shapes=(*(plan.shapes[i] for i in self.cotangents), *setting.shapes),
+                flat=(*(plan.flat[i] for i in self.cotangents), *setting.flat),
+                dtypes=(*(plan.dtypes[i] for i in self.cotangents), *setting.dtypes),
+                derived=True,
+            ),
+            self.gradients.wanted,
+        )
+
+
+def invoke(shaped: Shaped, values: Sequence[Value]) -> Sequence[Tensor]:
+    """Run a program; differentiable where gradients are on and some argument requires one."""
+    if torch.is_grad_enabled():
+        requires = tuple([isinstance(v, Tensor) and v.requires_grad for v in values])
+        if True in requires:
+            results: tuple[Tensor, ...] = _apply(shaped.tape(requires), *values)
+            return results
+    return run_plan(shaped.plan, list(values))
+
+
+class _Call(torch.autograd.Function):
+    """One call on the autograd tape.  The first argument is the ProgramTape, the others are the program's."""
+
+    @staticmethod
+    def forward(ctx: Any, tape: ProgramTape, *values: Value) -> tuple[Tensor, ...]:
+        results = run_plan(tape.plan, list(values))
+        ctx.set_materialize_grads(False)
+        if tape.constant:
+            ctx.mark_non_differentiable(*[results[i] for i in tape.constant])
+        ctx.tape = tape
+        ctx.numbers = [values[i] for i in tape.numbers]
+        ctx.rest = [(values[i], values[i]._version) for i in tape.rest]  # type: ignore[union-attr]
+        ctx.private = torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        ctx.save_for_backward(*[values[i] for i in tape.kept_params], *[results[i] for i in tape.kept_results])
+        return tuple(results[: tape.visible])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        tape: ProgramTape = ctx.tape
+        needs: Flags = ctx.needs_input_grad[1:]
+        present = tuple([c is not None for c in cotangents])
+        if True not in present:
+            return (None,) * (1 + len(needs))
+        if torch.is_grad_enabled():
+            return (None, *_differentiable_backward(ctx, tape, needs, cotangents, present))
+        step = tape.step(needs, present)
+        saved = list(ctx.saved_tensors)
+        last = not torch._C._autograd._get_current_graph_task_keep_graph()
+        if last:
+            ctx.maybe_clear_saved_tensors()
+            ctx.rest = None
+        values = _collected(tape, step, cotangents, saved, ctx.numbers)
+        del saved
+        results = run_plan(step.plan(last and ctx.private), values)
+        return (None, *step.gradients.spread(tape, results))
+
+
+def _collected(
+    tape: ProgramTape,
+    step: ProgramStep,
+    cotangents: Sequence[Tensor | None],
+    saved: list[Tensor],
+    numbers: Sequence[Value],
+) -> list[Any]:
+    """A backward's arguments; nothing else holds what was saved."""
+    count = len(tape.kept_params)
+    params = dict(zip(tape.kept_params, saved[:count], strict=True)) | dict(zip(tape.numbers, numbers, strict=True))
+    results = dict(zip(tape.kept_results, saved[count:], strict=True))
+    tables: dict[str, Any] = {"param": params, "output": results, "saved": results, "cotangent": cotangents}
+    return [
+        torch.zeros(step.shapes[i], dtype=step.dtypes[i], device=tape.setting.device)
+        if source == "zeros"
+        else tables[source][index]
+        for i, (source, index) in enumerate(step.places)
+    ]
+
+
+def _differentiable_backward(
+    ctx: Any, tape: ProgramTape, needs: Flags, cotangents: Sequence[Tensor | None], present: Flags
+) -> list[Tensor | None]:
+    if ctx.rest is None:
+        raise RuntimeError("the graph of this call was freed by an earlier backward: pass retain_graph=True to it")
+    step = tape.differentiable(needs, present)
+    arguments: dict[int, Any] = dict(zip(tape.kept_params, ctx.saved_tensors, strict=False))
+    arguments.update(zip(tape.numbers, ctx.numbers, strict=True))
+    for slot, (tensor, version) in zip(tape.rest, ctx.rest, strict=True):
+        if tensor._version != version:
+            raise RuntimeError(
+                f"`{tape.operator.program.params[slot].name}` was modified by an inplace operation, and the derivative "
+                f"of the derivative of `{tape.operator.program.name}` needs it"
+            )
+        arguments[slot] = tensor
+    values = [cotangents[i] for i in step.cotangents] + [arguments[i] for i in range(len(needs))]
+    results = invoke(step.shaped, values)  # type: ignore[arg-type]
+    return step.gradients.spread(tape, results)
+
+
+# See `autograd`: what Function.apply adds to this is for torch.func, which calls refuse.
+_apply: Any = super(torch.autograd.Function, _Call).apply
