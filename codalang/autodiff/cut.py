@@ -38,8 +38,9 @@ _BYTES: dict[str | None, int] = {"f32": 4, "i32": 4, "i64": 8, "bool": 1}
 class Kept:
     """Where the backward gets a value from: `how` is "param", "output", "saved" or "recomputed".
 
-    `name` is the forward's for the parameter or output; `load` and `store` are the units moved for it, and `capacity`
-    is what that costs.  `dtype` is the storage dtype of what is saved, None for that of A.
+    `name` is the forward's for the parameter or output; `load` and `store` are the units moved for it, `memory` those
+    that would not be kept otherwise, and `capacity` is what all that costs.  `dtype` is the storage dtype of what is
+    saved, None for that of A.
     """
 
     how: str
@@ -47,13 +48,14 @@ class Kept:
     load: Fraction = Fraction(0)
     store: Fraction = Fraction(0)
     dtype: str | None = None
+    memory: Fraction = Fraction(0)
 
     capacity: int = attrs.field(init=False, repr=False)
 
     @capacity.default
     def _cost(self) -> int:
         """The cost as one integer: bytes moved, then extra memory kept."""
-        return int(_SCALE * (self.load + self.store)) * _TRAFFIC + int(_SCALE * self.store)
+        return int(_SCALE * (self.load + self.store)) * _TRAFFIC + int(_SCALE * self.memory)
 
 
 def units(width: Fraction | None, dtype: str | None) -> Fraction:

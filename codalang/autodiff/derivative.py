@@ -21,6 +21,24 @@ class Load:
 
 
 @attrs.frozen
+class Surroundings:
+    """What the program around an epilogue does with its values, for the choice of what to save.
+
+    Attributes:
+        dear: what would not be kept but for the backward of this epilogue.
+        unstored: outputs that nobody reads, hence need not be stored.
+        again: outputs that the backward is to store again: they are needed, and not kept.
+    """
+
+    dear: frozenset[Load] = frozenset()
+    unstored: frozenset[Load] = frozenset()
+    again: tuple[str, ...] = ()
+
+
+ALONE = Surroundings()
+
+
+@attrs.frozen
 class Decision:
     """One line of the plan: how the backward gets a forward value.
 
@@ -47,6 +65,7 @@ class Derivative:
         cotangents: forward output -> the backward's parameter that takes its cotangent, where the backward uses it.
         loads: each parameter of the backward, in order -> what it is loaded with.
         plan: each activation-sized forward value that the backward needs, and how it gets it.
+        again: forward output that is made again -> the backward's output that stores it.
     """
 
     forward: Epilogue
@@ -56,3 +75,4 @@ class Derivative:
     cotangents: dict[str, str]
     loads: dict[str, Load]
     plan: tuple[Decision, ...]
+    again: dict[str, str] = attrs.field(factory=dict)

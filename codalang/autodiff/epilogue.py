@@ -16,7 +16,7 @@ from fractions import Fraction
 import attrs
 
 from codalang.autodiff.cut import Kept
-from codalang.autodiff.derivative import Derivative, Load
+from codalang.autodiff.derivative import ALONE, Derivative, Load, Surroundings
 from codalang.autodiff.flow import flow_back
 from codalang.autodiff.graph import Expr, Graph
 from codalang.autodiff.names import Names
@@ -37,6 +37,7 @@ def derive(
     share: bool = True,
     hosted: bool = False,
     kept: Collection[Load] | None = None,
+    around: Surroundings = ALONE,
 ) -> Derivative:
     """Derive an epilogue's backward.
 
@@ -48,6 +49,7 @@ def derive(
         hosted: the accumulator is a plain tensor that can be loaded again, not the result of a matmul.
         kept: what the backward may load beside cotangents, where the forward has run already ("param" and "output");
             nothing is saved then.  Default: whatever moves the fewest bytes, saving included.
+        around: what the program around it does with its values.
 
     Raises:
         CodaCallError: `wrt` or `cotangents` has a name that the epilogue has not.
@@ -63,9 +65,10 @@ def derive(
     results = Results(graph)
     found = flow_back(graph, epilogue, indices, wanted, seeds, results, names)
     outputs, gradients = _outputs(graph, epilogue, names, wanted, found, share)
-    loaded, plan = select(
-        graph, epilogue, indices, seeds.values(), results, [o.value for o in outputs], names, hosted, kept
-    )
+    again = _again(epilogue, indices, names, around)
+    outputs += again.values()
+    roots = [o.value for o in outputs]
+    loaded, plan = select(graph, epilogue, indices, seeds.values(), results, roots, names, hosted, kept, around)
     finals = _finals(graph, epilogue, indices, names, results, _live(graph, outputs, loaded), kept)
     inputs = _inputs(graph, epilogue, names, loaded, finals)
     backward = _backward(graph, epilogue, outputs, inputs)
@@ -79,7 +82,18 @@ def derive(
         cotangents={loads[p.name].name: p.name for p in backward.params if loads[p.name].source == "cotangent"},
         loads={p.name: loads[p.name] for p in backward.params},
         plan=plan,
+        again={name: store.name for name, store in again.items()},
     )
+
+
+def _again(epilogue: Epilogue, indices: Sequence[int], names: Names, around: Surroundings) -> dict[str, Store]:
+    """The stores of outputs that the backward makes again."""
+    found = {}
+    for store in epilogue.stores:
+        if store.name in around.again:
+            name = names.fresh(store.name) if epilogue.has_param(store.name) else store.name
+            found[store.name] = attrs.evolve(store, name=name, value=indices[store.value])
+    return found
 
 
 def _checked(epilogue: Epilogue, argument: str, names: Collection[str] | None, known: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ from fractions import Fraction
 import attrs
 
 from codalang.autodiff.cut import Kept, choose, units
-from codalang.autodiff.derivative import Decision, Load
+from codalang.autodiff.derivative import ALONE, Decision, Load, Surroundings
 from codalang.autodiff.graph import Graph, is_number, is_tile
 from codalang.autodiff.names import Names
 from codalang.autodiff.seeds import Results
@@ -34,6 +34,7 @@ def select(
     names: Names,
     hosted: bool,
     kept: Collection[Load] | None,
+    around: Surroundings = ALONE,
 ) -> tuple[dict[int, Kept], tuple[Decision, ...]]:
     """The forward values that the backward loads, and the plan to show.
 
@@ -43,7 +44,7 @@ def select(
         results: the finalized results that are loaded besides, and what is to be had exactly.
         roots: the values of the backward's outputs.
         names: gives a name to what is saved.
-        hosted, kept: as in `epilogue.derive`.
+        hosted, kept, around: as in `epilogue.derive`.
 
     Raises:
         CodaUnsupportedError: `kept` is not enough, or what must not be saved cannot be recomputed.
@@ -55,7 +56,7 @@ def select(
     local = [p and not r for p, r in zip(primal, reduced, strict=True)]
     keeps = {indices[k.value]: k for k in epilogue.keeps if kept is None}
     exact, rounded = _exact(graph, epilogue, results.exact, hosted)
-    ways = _ways(graph, epilogue, indices, local, hosted, kept, keeps, exact)
+    ways = _ways(graph, epilogue, indices, local, hosted, kept, keeps, exact, around)
     loaded = _named(graph, names, _chosen(graph, epilogue, needed, ways, kept, leaves, keeps, rounded))
     return loaded, _plan(graph, indices, needed, loaded)
 
@@ -100,6 +101,7 @@ def _ways(
     kept: Collection[Load] | None,
     keeps: Mapping[int, Keep],
     exact: Collection[int],
+    around: Surroundings,
 ) -> dict[int, Kept]:
     """The cheapest way to load each value that the forward can compute and keep (`local`), where there is one.
 
@@ -119,11 +121,11 @@ def _ways(
         if not local[index] or not (is_tile(node) or (how == SAVE and not is_rows)):
             continue
         param = loadable.get(str(node.attr)) if node.op == "param" else None
-        options = [] if param is None else [Kept("param", param.name, _units(param))]
+        options = [] if param is None else [_loading("param", param, around)]
         dtype = None if index not in exact else str(node.attr) if node.op == "cast" else "f32"
         if how != RECOMPUTE:
             same = [s for s in stored.get(index, []) if dtype is None or s.dtype in (dtype, "f32")]
-            options += [Kept("output", s.name, _units(s)) for s in same]
+            options += [_loading("output", s, around) for s in same]
         if how != RECOMPUTE and param is None and is_number(node):
             options.append(_saving(node, dtype))
         if kept is not None:
@@ -133,10 +135,18 @@ def _ways(
     return ways
 
 
+def _loading(how: str, what: Param | Store, around: Surroundings) -> Kept:
+    """To load a parameter or an output, which the forward may have to store, or to keep, for that."""
+    traffic, load = _units(what), Load(how, what.name)
+    store = traffic if load in around.unstored else Fraction(0)
+    memory = traffic if load in around.dear or load in around.unstored else Fraction(0)
+    return Kept(how, what.name, traffic, store, memory=memory)
+
+
 def _saving(node: Node, dtype: str | None) -> Kept:
     """To save a value in a storage dtype; a vector is no traffic."""
     traffic = units(node.type.width, dtype) if is_tile(node) else Fraction(0)
-    return Kept("saved", None, traffic, traffic, dtype)
+    return Kept("saved", None, traffic, traffic, dtype, traffic)
 
 
 def _exact(graph: Graph, epilogue: Epilogue, values: Collection[int], hosted: bool) -> tuple[set[int], set[int]]:
