@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
 import attrs
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from codalang.ir import reference
 from codalang.ir.bind import Call, bind
-from codalang.ir.epilogue import State
+from codalang.ir.epilogue import Epilogue, Reduce, State
 from codalang.ir.evaluate import Context, evaluate_function
 from codalang.ir.fold import merged
 from codalang.ir.types import Kind, ValueType
 from codalang.lower import plan, run, split
-from codalang.lower.spec import PLAIN, Folding, KernelSpec, base_width, foldings_fit, folds, loaded_params
+from codalang.lower.spec import PLAIN, SLAB_ROWS, Folding, KernelSpec, base_width, foldings_fit, folds, loaded_params
 
 
 @contextlib.contextmanager
@@ -80,21 +80,53 @@ def _main(spec: KernelSpec, compute: torch.dtype, *arguments: object) -> None:
             tensor = flat(tensor, folding)
         given[param.name] = _loaded(tensor, dtype, param.type)
     used = tuple(p for p in epilogue.params if p.name in given)
-    extents = (m, int(n / base))
-    call = bind(attrs.evolve(epilogue, params=used), given, compute, extents)
-    step = int(tile[1] / base)
-    for i, row in enumerate(range(0, m, tile[0])):
-        for j, column in enumerate(range(0, extents[1], step)):
-            rows, columns = (
-                range(start, min(start + size, end))
-                for start, size, end in zip((row, column), (tile[0], step), extents, strict=True)
-            )
-            _one_tile(attrs.evolve(epilogue, params=used), call, outputs, (i, j), rows, columns)
+    by_sample = [(g, b) for g, b in _partials(epilogue, outputs) if g[0].type.kind is Kind.ROWS]
+    samples = [given[p.name].shape[0] for p in used if p.type.kind is Kind.ROWS]
+    samples += [b[0].shape[1] // int(n * epilogue.domain_width(g[0]) / base) for g, b in by_sample]
+    assert len(set(samples)) < 2
+    extents = (m, int(n / base), *samples[:1])
+    epilogue = attrs.evolve(epilogue, params=used)
+    call = bind(epilogue, given, compute, extents)
+    bands = _bands(range(m), tile[0])
+    if by_sample and spec.operand is None:  # tiles end where samples end
+        bands = [band for sample in call.whole.samples for band in _bands(sample, tile[0])]
+    for i, rows in enumerate(bands):
+        for j, columns in enumerate(_bands(range(extents[1]), int(tile[1] / base))):
+            _one_tile(epilogue, call, outputs, (i, j), rows, columns)
+    if by_sample:
+        _sum_by_sample(epilogue, call, by_sample, SLAB_ROWS if spec.operand else tile[0])
     foldings = spec.output_foldings or (PLAIN,) * len(spec.output_dtypes)
     for buffer, written, folding in zip(buffers, outputs, foldings, strict=False):
         if folding != PLAIN:
             flat(buffer, folding)
             buffer.copy_(written.view(buffer.shape))
+
+
+def _bands(whole: range, step: int) -> list[range]:
+    return [whole[start : start + step] for start in range(0, len(whole), step)]
+
+
+def _partials(epilogue: Epilogue, outputs: Sequence[Tensor]) -> list[tuple[tuple[Reduce | State, ...], list[Tensor]]]:
+    """Each reduction with its buffers, one per carried value."""
+    rest = iter(outputs[len(epilogue.stores) + len(epilogue.vectors) :])
+    carried = [(g, len(g[0].definition.carried) if isinstance(g[0], State) else 1) for g in folds(epilogue)]
+    return [(group, [next(rest) for _ in range(count)]) for group, count in carried]
+
+
+def _sum_by_sample(
+    epilogue: Epilogue, call: Call, by_sample: list[tuple[tuple[Reduce | State, ...], list[Tensor]]], height: int
+) -> None:
+    """One partial per so many rows of a sample, those of all samples side by side."""
+    for index, sample in enumerate(call.whole.samples):
+        bands = _bands(sample, height)
+        for part, rows in enumerate(bands):
+            assert epilogue.accumulator is None or height != SLAB_ROWS or len(rows) == height
+            parts = reference._tile_results(epilogue, *reference._cut(epilogue, call, rows, call.whole.columns))
+            for group, buffers in by_sample:
+                for buffer, values in zip(buffers, parts[group[0].name], strict=True):
+                    columns = values.shape[1]
+                    assert buffer.shape == (len(bands), len(call.whole.samples) * columns)
+                    buffer[part, index * columns : (index + 1) * columns] = values[index]
 
 
 def flat(tensor: Tensor, folding: Folding, major: str = "k") -> Tensor:
@@ -143,6 +175,8 @@ def _one_tile(epilogue, call: Call, outputs, tile: tuple[int, int], rows: range,
         kind = group[0].type.kind
         for value in parts[group[0].name]:
             buffer = next(given)
+            if kind is Kind.ROWS:
+                continue
             if kind is Kind.SCALAR:
                 buffer[tile] = value
             else:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import attrs
 import pytest
 import torch
+from emulation import emulated
 from torch import Tensor
 
 import codalang
 from codalang.builder import Dim, reduce, row, store, tile
 from codalang.builder import sum as coda_sum
 from codalang.errors import CodaCallError, CodaTypeError
+from codalang.ir import reference
+from codalang.lower import plan, run
+from codalang.lower.compile import compile_object
+from codalang.lower.spec import KernelSpec, Operand
 
 SOURCE = """
 epilogue modulate(acc: tile[M, N], scale: row[B, N], shift: row[B, N], gate: row[N]) {
@@ -174,3 +182,93 @@ def test_other_names_and_both_frontends() -> None:
     text = "epilogue gated(acc: tile[T, D], gate: row[S, D]) {\n    store y: tile[T, D] = acc * gate\n"
     text += "    reduce g: row[S, D] = sum(acc)\n}\n"
     assert gated.source == text and gated.epilogue == codalang.load(text).gated.epilogue
+
+
+# ---- kernels: what the launcher does, on kernels that are computed on the CPU ---------------------------------------
+
+KERNELS = codalang.load("""
+epilogue everything(acc: tile[M, N], scale: row[B, N], wide: row[B, 2*N], keep: row[B, N]: bool, at: row[B, N]: i64) {
+    let (even, odd) = split(wide)
+    let x = where(keep, acc * scale, acc) + even * odd
+    store x: tile[M, N]
+    reduce total: row[B, N] = sum(x)
+    reduce columns: row[N] = max(x)
+    reduce rows: col[M] = sum(x)
+    state (top, at_top): row[B, N] = argmax(x, at + row_index())
+    state (mean, var): row[B, N] = welford(x)
+}
+""").everything.epilogue
+
+
+def _kernel_inputs(samples: int, n: int) -> dict[str, Tensor]:
+    return {
+        "scale": torch.randn(samples, n).bfloat16(),
+        "wide": torch.randn(samples, 2 * n),
+        "keep": torch.rand(samples, n) > 0.3,
+        "at": torch.randint(0, 3, (samples, n)),
+    }
+
+
+def _check(got: dict[str, Tensor], accumulator: Tensor, inputs: dict[str, Tensor]) -> None:
+    exact = {name: v.double() if v.is_floating_point() else v for name, v in inputs.items()}
+    truth = reference.run(KERNELS, {"acc": accumulator.double(), **exact})
+    assert list(got) == list(truth)
+    for name, value in got.items():
+        assert value.is_contiguous() and value.shape == truth[name].shape
+        if value.is_floating_point():
+            unit = {torch.float32: 1e-6, torch.bfloat16: 2**-8}[value.dtype]
+            assert (value.double() - truth[name]).norm() <= unit * truth[name].norm(), name
+        else:
+            assert torch.equal(value, truth[name]), name
+
+
+@pytest.mark.parametrize("n", [24, 36])
+@pytest.mark.parametrize(("samples", "size"), [(3, 64), (2, 16), (1, 208), (5, 48), (2, 300), (7, 1), (4, 77)])
+def test_kernels(samples: int, size: int, n: int) -> None:
+    """Sizes that are multiples of a tile, of what a warp has of it, and of nothing."""
+    a, b = torch.randn(samples * size, 40).bfloat16(), torch.randn(n, 40).bfloat16()
+    inputs = _kernel_inputs(samples, n)
+    with emulated() as asked:
+        _check(run.gemm(KERNELS, a, b, inputs), a.double() @ b.double().T, inputs)
+        hosts = [spec.operand is not None for spec in asked if spec.merge is None]
+        assert hosts == ([True] if size % 16 == 0 else [True, False])
+        acc = torch.randn(samples * size, n).bfloat16()
+        _check(run.hosted(KERNELS, {"acc": acc, **inputs}), acc, inputs)
+
+
+@pytest.mark.parametrize("size", [32, 9])
+def test_samples_that_no_input_of_a_kernel_has(size: int) -> None:
+    sums = LIBRARY.sums.epilogue
+    a, b, acc = torch.randn(3 * size, 8).bfloat16(), torch.randn(16, 8).bfloat16(), torch.randn(3 * size, 16)
+    with emulated():
+        got = run.gemm(sums, a, b, {}, samples=3)
+        torch.testing.assert_close(got["s"], (a.float() @ b.float().T).view(3, size, 16).sum(1), rtol=1e-5, atol=1e-5)
+        got = run.hosted(sums, {"acc": acc}, extents=(3 * size, 16, 3))
+        torch.testing.assert_close(got["top"], acc.view(3, size, 16).amax(1))
+        for call in (lambda: run.gemm(sums, a, b, {}), lambda: run.hosted(sums, {"acc": acc})):
+            with pytest.raises(CodaCallError, match="do not determine the number of its samples, B"):
+                call()
+        with pytest.raises(CodaCallError, match="has 5 samples, which must divide its"):
+            run.gemm(sums, a, b, {}, samples=5)
+
+
+def test_buffers_of_a_caller() -> None:
+    acc, inputs = torch.randn(64, 24), _kernel_inputs(2, 24)
+    out = {"total": torch.full((2, 24), torch.nan), "mean": torch.full((2, 24), torch.nan)}
+    with emulated():
+        got = run.hosted(KERNELS, {"acc": acc, **inputs}, out=out)
+    assert got["total"] is out["total"] and got["mean"] is out["mean"]
+    _check({**got, "x": got["x"].float()}, acc, inputs)
+
+
+@pytest.mark.parametrize("on_gemm", [True, False])
+def test_kernels_compile(on_gemm: bool, tmp_path: Path) -> None:
+    """For sm_90a, with no GPU; none spills."""
+    dtypes = ("bf16", "f32", "bool", "i32")
+    spec = KernelSpec(KERNELS, Operand("bf16", "k", "k") if on_gemm else None, dtypes, ("bf16",), None)
+    if not on_gemm:
+        spec = attrs.evolve(spec, input_dtypes=("bf16", *dtypes))
+    else:
+        spec = attrs.evolve(spec, config=plan.choose(spec, 4096, 4096, 4096))
+    report = compile_object(spec, tmp_path / "kernel.o")
+    assert report.spill_bytes == 0 and report.serialized is None

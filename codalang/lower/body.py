@@ -19,7 +19,8 @@ HOST_OPS = ("row_index", "col_index", "group_sum", "group_max")
 
 @attrs.frozen
 class Input:
-    """A loaded parameter.  kind: tile, row, col or scalar; dtype: a storage dtype, or number (passed by value)."""
+    """A loaded parameter.  kind: tile, row, rows (one per sample), col or scalar; dtype: a storage dtype, or number
+    (passed by value)."""
 
     name: str
     kind: str
@@ -29,7 +30,7 @@ class Input:
     @property
     def registers(self) -> int:
         """Columns per thread and two accumulator columns (1 for what has no columns)."""
-        return int(2 * self.width) if self.kind in ("tile", "row") else 1
+        return int(2 * self.width) if self.kind in ("tile", "row", "rows") else 1
 
 
 @attrs.frozen
@@ -83,7 +84,8 @@ class Fold:
 
 @attrs.frozen
 class Partial:
-    """A reduction: its outputs' names, the kind of the result (col, row, scalar), the domain's width, and the fold."""
+    """A reduction: its outputs' names, the kind of the result (col, row, rows, scalar), the domain's width, and the
+    fold."""
 
     names: tuple[str, ...]
     kind: str
@@ -94,3 +96,12 @@ class Partial:
     def registers(self) -> int:
         """Columns per thread and two accumulator columns of the reduced domain."""
         return int(2 * self.width)
+
+    @property
+    def crosses_warps(self) -> bool:
+        """A tile's warps merge what they have into one partial: they share its rows."""
+        return self.kind in ("row", "scalar")
+
+    def columns(self, n: Any) -> Any:
+        """Columns of the domain, for `n` of the accumulator."""
+        return n * self.width.numerator // self.width.denominator

@@ -8,14 +8,17 @@ inputs (TMA), the warp's values of the cols (registers), the team's rows (regist
 
 Sums over n stay in one warp: registers, then the four lanes of a row.  Sums over m fold registers, then the eight
 lanes of a column, then the team's warps through shared memory.  Each ends as one partial per tile, in a fixed
-order: results are deterministic.
+order: results are deterministic.  A reduction to one row per sample ends as one partial per 16 rows, a warp's own:
+where samples have a multiple of 16 rows, they lie in one of them.  Inputs of one row per sample come from global
+memory, as most of what a warp loads of them is the same row, for samples of any size.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import attrs
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from codalang.lower import device
@@ -29,6 +32,7 @@ from codalang.lower.registers import (
     fold,
     fold_lanes,
     initial,
+    load,
     load_matrices,
     load_shared,
     merge,
@@ -41,10 +45,12 @@ from codalang.lower.registers import (
     store_shared_if,
     widened,
 )
+from codalang.lower.spec import SLAB_ROWS
 
 SAME_ROW = (1, 2)  # lane bits that differ within a row of the accumulator
 SAME_COLUMN = (4, 8, 16)  # lane bits that differ within a column
 COMMUTATIVE = tuple(device.REDUCTIONS.values())
+Leave = Callable[[Int32, list[tuple], Any], None]  # writes adjacent columns from one on, where valid
 EIGHTS_OF_MATRICES = 2  # of columns, and both halves of the rows: what one instruction moves by matrices
 
 
@@ -98,6 +104,7 @@ class EpilogueLoop:
         inputs = [i for i in self.body.INPUTS if i.kind != "tile"]
         by_kind = {kind: [v for v, i in zip(vectors, inputs, strict=True) if i.kind == kind] for kind in ("row", "col")}
         self.row_vectors, self.col_vectors = by_kind["row"], by_kind["col"]
+        self.sample_rows = [(i, v) for v, i in zip(vectors, inputs, strict=True) if i.kind == "rows"]
         self.scalars = {
             i.name: v if i.dtype == "number" else widened(v[0])
             for v, i in zip(vectors, inputs, strict=True)
@@ -192,6 +199,7 @@ class EpilogueLoop:
             kernel.sync_team(self.team)
         sums = TileSums(self, tile_m, tile_n, partials)
         ports = [*self.loads, *self.stores]
+        samples = self._samples(tile_m)
         steps, unit = kernel.subtiles * kernel.row_blocks, self.body.UNIT // 8
         for step in range(steps):
             subtile, block = divmod(step, kernel.row_blocks)
@@ -201,11 +209,13 @@ class EpilogueLoop:
                 cute.arch.cp_async_bulk_wait_group(config.store_stages - 1, read=True)
                 cute.arch.sync_warp()
             group = max(unit, EIGHTS_OF_MATRICES if any(p.slab.in_matrices for p in ports) else 1)
-            loaded = self._load_tiles(step, 0, group)
+            loaded = self._load_tiles(step, 0, group) + self._load_sample_rows(samples, tile_n, step, 0, group)
             for start in range(0, config.subtile // 8, group):
                 tiles = loaded
                 if start + group < config.subtile // 8:  # requested one group ahead: their latency passes in this one
-                    loaded = self._load_tiles(step, start + group, group)
+                    after = start + group
+                    loaded = self._load_tiles(step, after, group)
+                    loaded += self._load_sample_rows(samples, tile_n, step, after, group)
                 pairs: list[dict[tuple[int, int], Int32]] = [{} for _ in self.stores]
                 for first in range(start, start + group, unit):
                     eights = tuple(range(first, first + unit))
@@ -223,6 +233,7 @@ class EpilogueLoop:
                 self._request(step + config.load_stages, tile_m, tile_n)
             if self.stores:
                 self._send(step, tile_m, tile_n)
+            sums.end_slab(subtile, block)
             if block == kernel.row_blocks - 1:
                 sums.end_subtile(subtile)
         sums.end_tile()
@@ -269,9 +280,11 @@ class EpilogueLoop:
             tuple(acc[v] for eight in place.eights for v in self._accumulator_values(place, eight))
         ]
         loads, cols, given_rows = iter(tiles), iter(staged.cols), iter(rows)
+        sample_rows = iter(tiles[len(self.loads) :])
         for item in self.body.INPUTS:
-            if item.kind == "tile":
-                arguments.append(tuple(register for eight in next(loads) for register in eight))
+            if item.kind in ("tile", "rows"):
+                eights = next(loads if item.kind == "tile" else sample_rows)
+                arguments.append(tuple(register for eight in eights for register in eight))
             elif item.kind == "row":
                 arguments.append(next(given_rows))
             elif item.kind == "col":
@@ -308,6 +321,34 @@ class EpilogueLoop:
             for i, pair in enumerate(pairs):
                 halves[i % 2].append(pair)
         return halves
+
+    def _samples(self, tile_m: Int32) -> list[list[Int32]]:
+        """The sample of each row that this lane has: [row block][half]; nothing where no input has samples."""
+        if not self.sample_rows:
+            return []
+        size = self.m // self.sample_rows[0][1].shape[0]
+        blocks = range(self.kernel.row_blocks)
+        return [[minimum(self._row_of(tile_m, b, half), self.m - 1) // size for half in (0, 1)] for b in blocks]
+
+    def _load_sample_rows(
+        self, samples: list[list[Int32]], tile_n: Int32, step: int, start: int, group: int
+    ) -> list[list[list[Registers]]]:
+        """As `_load_tiles`, of the inputs of one row per sample."""
+        subtile, block = divmod(step, self.kernel.row_blocks)
+        columns = [subtile * self.config.subtile + 8 * eight for eight in range(start, start + group)]
+        return [
+            [[self._load_sample_row(i, t, samples[block][half], tile_n, c) for c in columns] for half in (0, 1)]
+            for i, t in self.sample_rows
+        ]
+
+    def _load_sample_row(self, item: Any, tensor: Any, sample: Int32, tile_n: Int32, first: int) -> Registers:
+        """What this lane holds of an eight of columns; right of the edge, the last ones."""
+        count = item.registers
+        column = tile_n * int(self.kernel.tile_n * item.width) + (int(first * item.width) + self.lane % 4 * count)
+        column = minimum(column, (tensor.shape[1] - 1) // count * count)
+        offset = Int64(sample) * Int64(tensor.stride[0]) + Int64(column)
+        address = tensor.iterator.toint() + offset * (tensor.element_type.width // 8)
+        return load(CUTE_DTYPES[item.dtype], address, count, cute.AddressSpace.gmem)
 
     def _store_unit(
         self, port: SlabPort, place: "Place", values: Registers, kept: dict[tuple[int, int], Int32]
@@ -415,7 +456,7 @@ class TileSums:
         self.rows = [[loop._row_of(tile_m, block, half) for half in (0, 1)] for block in blocks]
         # columns of the tile that exist, seen from this lane's first column
         self.limit = loop.n - tile_n * self.kernel.tile_n - 2 * (loop.lane % 4)
-        # col: one per row of the lane; row: one per eight columns and register; scalar: one
+        # col: one per row of the lane; row, rows: one per eight columns and register; scalar: one
         self.carried: list[dict[Any, tuple]] = [{} for _ in self.partials]
 
     def add(self, index: int, values: tuple[Registers, ...], place: Place) -> None:
@@ -427,12 +468,13 @@ class TileSums:
             first = place.subtile * self.loop.config.subtile + 8 * eight
             for register in range(count):
                 valid: Any = True
-                if partial.kind != "col":  # reduced over m
+                if partial.crosses_warps:  # reduced over m: what lies below the edge does not exist
                     valid = self.rows[place.block][place.half] < self.loop.m
-                if partial.kind != "row":  # reduced over n: what lies right of the edge does not exist
+                if partial.kind in ("col", "scalar"):  # reduced over n: nor what lies right of it
                     exists = first + (2 * register) // count < self.limit
                     valid = exists if valid is True else exists & valid
-                key = {"col": (place.block, place.half), "row": (eight, register), "scalar": ()}[partial.kind]
+                keys = {"col": (place.block, place.half), "scalar": ()}
+                key = keys.get(partial.kind, (eight, register))
                 element = tuple(c[i * count + register] for c in columns)
                 carried[key] = fold(partial.fold, carried.get(key) or initial(partial.fold), element, valid)
 
@@ -458,35 +500,58 @@ class TileSums:
         """Leave this warp's partial rows in its part of the scratch."""
         for index, partial in enumerate(self.partials):
             if partial.kind == "row":
-                parts = [self.carried[index][key] for key in sorted(self.carried[index])]
-                self.carried[index].clear()
-                is_power = len(parts) & (len(parts) - 1) == 0
-                write = self._write_spread if partial.fold in COMMUTATIVE and is_power else self._write_parts
-                write(index, partial, parts, int(subtile * self.loop.config.subtile * partial.width))
+                self._write_columns(index, subtile, functools.partial(self._leave, index))
 
-    def _write_spread(self, index: int, partial: Partial, parts: list[tuple], start: int) -> None:
+    def end_slab(self, subtile: int, block: int) -> None:
+        """Write this warp's partial rows of its 16 rows, all of one sample."""
+        for index, partial in enumerate(self.partials):
+            if partial.kind == "rows":
+                slab = self.loop._slab_row(self.tile_m, block)
+                self._write_columns(index, subtile, functools.partial(self._write_of_sample, index, slab))
+
+    def _write_columns(self, index: int, subtile: int, leave: Leave) -> None:
+        """Fold the lanes of each column of a sub-tile, and write."""
+        partial, carried = self.partials[index], self.carried[index]
+        parts = [carried[key] for key in sorted(carried)]
+        carried.clear()
+        is_power = len(parts) & (len(parts) - 1) == 0
+        write = self._write_spread if partial.fold in COMMUTATIVE and is_power else self._write_parts
+        write(partial, parts, int(subtile * self.loop.config.subtile * partial.width), leave)
+
+    def _write_of_sample(self, index: int, slab: Int32, column: Int32, parts: list[tuple], valid: Any) -> None:
+        """Write adjacent columns of one sample's partial: [part, sample * columns + column]."""
+        partial, targets = self.partials[index], self.targets[index]
+        columns, per_sample = partial.columns(self.loop.n), targets[0].shape[0]
+        sample = slab // per_sample
+        first = self.tile_n * int(self.kernel.tile_n * partial.width) + column
+        for i, values in enumerate(parts):
+            inside = (first + i < columns) & (slab * SLAB_ROWS < self.loop.m) & Boolean(valid)
+            for target, value in zip(targets, values, strict=True):
+                store_if(inside, target, slab - sample * per_sample, sample * columns + (first + i), value)
+
+    def _write_spread(self, partial: Partial, parts: list[tuple], start: int, leave: Leave) -> None:
         """Each lane writes some columns."""
         mine, first = spread_lanes(partial.fold, parts, self.loop.lane, tuple(reversed(SAME_COLUMN)))
         count = min(partial.registers, len(mine))
         for i in range(0, len(mine), count):
             at = first + i
             column = start + self._column(at // partial.registers, partial) + at % partial.registers
-            self._leave(index, partial, column, mine[i : i + count], True)
+            leave(column, mine[i : i + count], True)
 
-    def _write_parts(self, index: int, partial: Partial, parts: list[tuple], start: int) -> None:
+    def _write_parts(self, partial: Partial, parts: list[tuple], start: int, leave: Leave) -> None:
         """Four lanes write all: what a user folds need not be commutative."""
         count = partial.registers
         for eight in range(len(parts) // count):
             mine = [fold_lanes(partial.fold, part, SAME_COLUMN) for part in parts[eight * count : (eight + 1) * count]]
-            self._leave(index, partial, start + self._column(eight, partial), mine, self.loop.lane < 4)
+            leave(start + self._column(eight, partial), mine, self.loop.lane < 4)
 
     def _column(self, eight: Any, partial: Partial) -> Int32:
         """The lane's first column in an eight of the accumulator's columns."""
         return (eight * 4 + self.loop.lane % 4) * partial.registers
 
-    def _leave(self, index: int, partial: Partial, column: Int32, parts: list[tuple], valid: Any) -> None:
+    def _leave(self, index: int, column: Int32, parts: list[tuple], valid: Any) -> None:
         """Write adjacent columns to the warp's scratch."""
-        for component, dtype in enumerate(partial.fold.dtypes):
+        for component, dtype in enumerate(self.partials[index].fold.dtypes):
             address = self._scratch(index, component, self.loop.warp) + column * 4
             store_shared_if(Boolean(valid), CUTE_DTYPES[dtype], address, tuple(part[component] for part in parts))
 
@@ -503,7 +568,7 @@ class TileSums:
         if self.kernel.scratch:
             self.kernel.sync_team(self.loop.team)
             for index, partial in enumerate(self.partials):
-                if partial.kind != "col":
+                if partial.crosses_warps:
                     self._write_scratch(index, partial)
 
     def _write_col(self, index: int) -> None:
@@ -539,7 +604,7 @@ class TileSums:
     def _scratch(self, index: int, component: int, warp: Any) -> Int32:
         """Byte address of a warp's part of the scratch: [partial][carried value][warp][column]."""
         width = self.kernel.scratch_width(self.partials[index])
-        before = sum(self.kernel.scratch_floats(p) for p in self.partials[:index] if p.kind != "col")
+        before = sum(self.kernel.scratch_floats(p) for p in self.partials[:index] if p.crosses_warps)
         return self.loop.scratch_address + (before + (component * CONSUMER_WARPS + warp) * width) * 4
 
 

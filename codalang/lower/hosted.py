@@ -5,7 +5,7 @@ every eighth row, a lane a run of adjacent columns (8 of the accumulator's where
 Each thread requests the tile inputs of `BATCH` rows before it computes any, to have enough bytes in flight.
 
 Reductions leave one partial per tile, as the GEMM's epilogue does: over n by shuffles within a warp, over m in
-registers and then through shared memory.
+registers and then through shared memory.  Where some reduction is to one row per sample, no tile spans two samples.
 """
 
 from typing import Any
@@ -49,11 +49,15 @@ class HostedKernel:
         self.run = hosted_run(aligned)
         self.columns = 32 * self.run
         self.scratch = [p for p in body.PARTIALS if p.kind != "col"]
+        self.per_sample = next((i for i, p in enumerate(body.PARTIALS) if p.kind == "rows"), None)
 
     @cute.jit
     def __call__(self, inputs: tuple, outputs: tuple, m: Int32, n: Int32, stream: Any) -> None:
         """Launch on m rows and n columns of the accumulator's width; inputs and outputs as the body declares them."""
         tiles_m, tiles_n = cute.ceil_div(m, HOSTED_ROWS), cute.ceil_div(n, self.columns)
+        if cutlass.const_expr(self.per_sample is not None):
+            parts, samples = self.sample_tiles(outputs, n)
+            tiles_m = parts * samples
         self.kernel(inputs, outputs, m, n, tiles_n).launch(
             grid=(tiles_m * tiles_n, 1, 1), block=(32 * WARPS, 1, 1), stream=stream
         )
@@ -66,9 +70,15 @@ class HostedKernel:
         work = HostedTile(self, inputs, outputs, m, n, tile_m, block - tile_m * tiles_n)
         work.compute()
 
+    def sample_tiles(self, outputs: tuple, n: Int32) -> tuple[Int32, Int32]:
+        """Tiles of one sample, and samples: as the buffers of a reduction to one row per sample have them."""
+        carried = [len(p.fold.initial) for p in self.body.PARTIALS[: self.per_sample]]
+        target = outputs[len(self.body.TILES) + len(self.body.VECTORS) + sum(carried)]
+        return target.shape[0], target.shape[1] // self.body.PARTIALS[self.per_sample].columns(n)
+
     def scratch_width(self, partial: Partial) -> int:
         """Columns that each warp leaves in shared memory of each carried value."""
-        return int(self.columns * partial.width) if partial.kind == "row" else 1
+        return int(self.columns * partial.width) if partial.kind in ("row", "rows") else 1
 
     def scratch_words(self, partial: Partial) -> int:
         """Words of shared memory of one partial."""
@@ -121,6 +131,15 @@ class HostedTile:
         self.kernel, self.body = kernel, kernel.body
         self.m, self.n, self.tile_m, self.tile_n = m, n, tile_m, tile_n
         self.inputs = inputs
+        # rows of the tile are first .. end - 1
+        self.first, self.end = tile_m * HOSTED_ROWS, m
+        self.part, self.sample = tile_m, Int32(0)
+        if kernel.per_sample is not None:
+            parts, samples = kernel.sample_tiles(outputs, n)
+            self.sample = tile_m // parts
+            self.part = tile_m - self.sample * parts
+            self.first = self.sample * (m // samples) + self.part * HOSTED_ROWS
+            self.end = (self.sample + 1) * (m // samples)
         rest = iter(outputs)
         self.tiles = [next(rest) for _ in self.body.TILES]
         self.vectors = [next(rest) for _ in self.body.VECTORS]
@@ -150,7 +169,7 @@ class HostedTile:
         """All rows of this warp, in batches, then the reductions over rows."""
         rows_per_warp = HOSTED_ROWS // WARPS
         for start in range(0, rows_per_warp, BATCH):
-            rows = [self.tile_m * HOSTED_ROWS + (start + i) * WARPS + self.warp for i in range(BATCH)]
+            rows = [self.first + (start + i) * WARPS + self.warp for i in range(BATCH)]
             loaded = [self._load_row(row) for row in rows]
             for i, (row, values) in enumerate(zip(rows, loaded, strict=True)):
                 self._apply_row(row, values, is_first=start == 0 and i == 0)
@@ -167,11 +186,13 @@ class HostedTile:
 
     def _load_row(self, row: Int32) -> list[Registers]:
         """This lane's part of every input in a row."""
-        row = minimum(row, self.m - 1)
+        row = minimum(row, self.end - 1)
         values = []
         for item, tensor, fixed in zip(self.body.INPUTS, self.inputs, self.fixed, strict=True):
             if item.kind == "tile":
                 values.append(self._load_tile(item, tensor, row))
+            elif item.kind == "rows":
+                values.append(self._load_tile(item, tensor, row // (self.m // tensor.shape[0])))
             elif item.kind == "col":
                 values.append((widened(tensor[row]),))
             else:
@@ -188,7 +209,7 @@ class HostedTile:
 
     def _apply_row(self, row: Int32, values: list[Registers], *, is_first: bool) -> None:
         """Run the body on this lane's columns of a row; write and reduce the results."""
-        inside = self.inside & (row < self.m)
+        inside = self.inside & (row < self.end)
         host = RowHost(self, row)
         tiles, vectors, reduced = self.body.apply(host, *values)
         for tile, tensor, registers in zip(self.body.TILES, self.tiles, tiles, strict=True):
@@ -200,7 +221,7 @@ class HostedTile:
             if partial.kind == "col":
                 total = fold_lanes(partial.fold, self.carried[index].pop(()), ALL_LANES)
                 for target, value in zip(self.targets[index], total, strict=True):
-                    store_if((row < self.m) & (self.lane == 0), target, self.tile_n, row, value)
+                    store_if((row < self.end) & (self.lane == 0), target, self.tile_n, row, value)
 
     def _fold(self, index: int, partial: Partial, values: tuple[Registers, ...], row: Int32) -> None:
         count = int(self.kernel.run * partial.width)
@@ -210,8 +231,8 @@ class HostedTile:
             # the second column of a lane's run may lie beyond an odd edge
             valid = self.column + int(register / partial.width) < self.n
             if partial.kind != "col":
-                valid = valid & (row < self.m)
-            key = register if partial.kind == "row" else ()
+                valid = valid & (row < self.end)
+            key = register if partial.kind in ("row", "rows") else ()
             element = tuple(c[register] for c in columns)
             carried[key] = fold(partial.fold, carried.get(key) or initial(partial.fold), element, valid)
 
@@ -229,7 +250,7 @@ class HostedTile:
         """Write stored vectors, each element by one thread of the whole grid."""
         for vector, target, registers in zip(self.body.VECTORS, self.vectors, values, strict=True):
             if vector.kind == "col":
-                store_if((self.tile_n == 0) & (self.lane == 0) & (row < self.m), target, 0, row, registers[0])
+                store_if((self.tile_n == 0) & (self.lane == 0) & (row < self.end), target, 0, row, registers[0])
             elif vector.kind == "scalar" and is_first:
                 corner = (self.tile_m == 0) & (self.tile_n == 0) & (self.warp == 0) & (self.lane == 0)
                 store_if(corner, target, 0, 0, registers[0])
@@ -244,7 +265,7 @@ class HostedTile:
         if not self.kernel.scratch:
             return
         for index, partial in enumerate(self.body.PARTIALS):
-            if partial.kind == "row":
+            if partial.kind in ("row", "rows"):
                 for register, carried in self.carried[index].items():
                     column = self.lane * int(self.kernel.run * partial.width) + register
                     self._leave(index, partial, column, carried, True)
@@ -264,8 +285,12 @@ class HostedTile:
                     part = self._taken(index, partial, warp, minimum(column, width - 1))
                     total = merge(partial.fold, total, part)
                 output = self.tile_n * width + column
+                inside, part, start = column < width, self.tile_m, Int32(0)
+                if partial.kind == "rows":
+                    columns = partial.columns(self.n)
+                    inside, part, start = inside & (output < columns), self.part, self.sample * columns
                 for target, value in zip(self.targets[index], total, strict=True):
-                    store_if((column < width) & (output < target.shape[1]), target, self.tile_m, output, value)
+                    store_if(inside & (start + output < target.shape[1]), target, part, start + output, value)
 
     def _leave(self, index: int, partial: Partial, column: Int32, carried: tuple, valid: Any) -> None:
         for component, dtype in enumerate(partial.fold.dtypes):

@@ -21,15 +21,18 @@ import torch
 from codalang.errors import CodaCallError
 from codalang.ir import reference
 from codalang.ir.bind import narrowed
+from codalang.ir.build import EpilogueBuilder
 from codalang.ir.epilogue import Epilogue, Output, Param, Reduce, State
 from codalang.ir.types import Dtype, Kind
-from codalang.lower import plan, split
+from codalang.ir.types import tile as tile_type
+from codalang.lower import plan, split, tuned
 from codalang.lower.buffers import Read, Written, check_sharing, span
 from codalang.lower.codegen import unit
 from codalang.lower.folded import Matrix, as_box, box, is_dense
 from codalang.lower.load import function
 from codalang.lower.spec import (
     PLAIN,
+    SLAB_ROWS,
     Config,
     Folding,
     KernelSpec,
@@ -63,6 +66,7 @@ def gemm(
     dtypes: Mapping[str, torch.dtype] | None = None,
     out: Mapping[str, torch.Tensor] | None = None,
     config: Config | None = None,
+    samples: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """The epilogue on acc = a @ b.T.
 
@@ -71,33 +75,39 @@ def gemm(
         a, b: [M, K] and [N, K], both bf16 or both f16, on one Hopper GPU; any strides.  N counts the accumulator's
             columns.  With more dimensions, rows are the row-major flattening of all but the last: see `folded`, which
             has `Matrix` for what is folded otherwise.
-        inputs: the other parameters by name; tiles [M, w*N], rows [w*N], cols [M], scalars as numbers or one-element
-            tensors.  Parameters that the epilogue does not use may be missing.  Tiles may be folded as operands are.
+        inputs: the other parameters by name; tiles [M, w*N], rows [w*N], cols [M], one row per sample [B, w*N], scalars
+            as numbers or one-element tensors.  Parameters that the epilogue does not use may be missing.  Tiles may be
+            folded as operands are.
         dtypes: storage dtypes of outputs; default: the annotation, else a's dtype (reductions: f32).
         out: buffers for some of the outputs, contiguous, or tiles folded as operands are; see `buffers` for what they
             may share memory with.
         config: overrides the heuristic.
+        samples: B of `row[B, N]`; needed where no input determines it.
 
     Returns:
         The outputs by name: what `out` has, and fresh contiguous tensors.
 
     Raises:
         CodaCallError: a shape or dtype that does not fit, or a buffer that would be written before it is read.
-        CodaUnsupportedError, CodaCompileError: see `plan.choose` and `compile.compile_object`.
+        CodaUnsupportedError, CodaCompileError: see `tuned.choose` and `compile.compile_object`.
     """
     a, a_dims = (a.tensor, a.row_dims) if isinstance(a, Matrix) else (a, a.ndim - 1)
     b, b_dims = (b.tensor, b.row_dims) if isinstance(b, Matrix) else (b, b.ndim - 1)
     values = [inputs.get(name) for name in _loaded_names(epilogue, True)]
     outputs = (*(dtypes or {}).items(), *(_forms(out) if out else ()))
-    key = (epilogue, config, function, a_dims, _form(a), b_dims, _form(b), *map(_form, values), *outputs)
+    key = (epilogue, config, samples, function, a_dims, _form(a), b_dims, _form(b), *map(_form, values), *outputs)
     call = _CALLS.get(key)
     if call is None:
         operands = Matrix(a, a_dims), Matrix(b, b_dims)
         _check_operands(*operands)
-        shape = _Shape(epilogue, operands[0].shape[0], operands[1].shape[0], a.device)
+        shape = _Shape(
+            epilogue, operands[0].shape[0], operands[1].shape[0], a.device, _samples(epilogue, inputs, samples)
+        )
         if shape.m == 0 or shape.n == 0:
             accumulator = {epilogue.params[0].name: a.new_zeros(shape.m, shape.n)}
             return _of_nothing(shape, {**inputs, **accumulator}, a.dtype, dtypes or {}, out or {})
+        if shape.cuts_slabs:  # a slab of the GEMM's epilogue would have rows of two samples
+            return _in_two_steps(shape, operands, inputs, dtypes or {}, out or {})
         call = _remember(key, _gemm_call(shape, operands, values, dtypes or {}, out or {}, config))
     return call.run((a, b, *values), out or {})
 
@@ -106,7 +116,7 @@ def hosted(
     epilogue: Epilogue,
     inputs: Mapping[str, torch.Tensor | float],
     *,
-    extents: tuple[int, int] | None = None,
+    extents: tuple[int, ...] | None = None,
     dtypes: Mapping[str, torch.dtype] | None = None,
     out: Mapping[str, torch.Tensor] | None = None,
     default_dtype: torch.dtype | None = None,
@@ -114,7 +124,8 @@ def hosted(
     """The epilogue on plain tensors, the accumulator among `inputs`; no matmul.
 
     Args:
-        extents: (M, N) with N of width 1; needed where no tile determines them.
+        extents: (M, N) with N of width 1; needed where no tile determines them.  (M, N, B) where no input determines
+            the number of samples.
         dtypes, out: storage dtypes of outputs, and buffers for some, as for `gemm`.
         default_dtype: storage dtype of tile outputs without annotation; default: the accumulator tensor's.
 
@@ -128,7 +139,8 @@ def hosted(
         m, n, device = _hosted_extents(epilogue, inputs, extents)
         tensors = [v for v in inputs.values() if isinstance(v, torch.Tensor) and v.is_floating_point()]
         default = default_dtype or next((t.dtype for t in tensors), torch.float32)
-        shape = _Shape(epilogue, m, n, device)
+        given = extents[2] if extents is not None and len(extents) > 2 else None
+        shape = _Shape(epilogue, m, n, device, _samples(epilogue, inputs, given))
         if m == 0 or n == 0:
             return _of_nothing(shape, inputs, default, dtypes or {}, out or {})
         storage = _storage_dtypes(epilogue, default, dtypes or {})
@@ -323,10 +335,10 @@ def _gemm_call(
         tilings = (config,) if config else plan.TILINGS
         if any(foldings_fit(spec, t.tile, t.cluster) for t in tilings):
             break
-    chosen = config or split.choose(spec, shape.m, shape.n, a.shape[1])
+    chosen = config or tuned.choose(spec, shape.m, shape.n, a.shape[1], shape.device)
     cluster = chosen.cluster[0] * chosen.cluster[1]
     prepare = (*(prepare for prepare, _, _ in passed), *(prepare for prepare, _, _ in inputs))
-    results = shape.results(storage, chosen.tile, out, padded=True, foldings=foldings)
+    results = shape.results(storage, chosen.tile, out, padded=True, on_gemm=True, foldings=foldings)
     return _Call(
         function(attrs.evolve(spec, config=chosen)),
         prepare,
@@ -347,6 +359,23 @@ def _unless_plain(foldings: Iterable[Folding]) -> tuple[Folding, ...]:
     return () if all(f == PLAIN for f in found) else found
 
 
+def _in_two_steps(
+    shape: _Shape,
+    operands: tuple[Matrix, Matrix],
+    inputs: Mapping[str, torch.Tensor | float],
+    dtypes: Mapping[str, torch.dtype],
+    out: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """The matmul, kept in f32, and the epilogue hosted on it, whose tiles end where samples end."""
+    accumulator, epilogue = shape.epilogue.params[0], shape.epilogue
+    builder = EpilogueBuilder(f"{epilogue.name}_matmul", epilogue.dims[:2])
+    builder.store("acc", builder.param("acc", tile_type()), tile_type())
+    acc = gemm(builder.finish(), *operands, {}, dtypes={"acc": torch.float32})["acc"]
+    storage = _storage_dtypes(epilogue, operands[0].tensor.dtype, dtypes)
+    extents = (shape.m, int(shape.n / shape.base), shape.samples)
+    return hosted(epilogue, {**inputs, accumulator.name: acc}, extents=extents, dtypes=storage, out=out)
+
+
 def _hosted_call(
     shape: _Shape, values: list[Value], storage: Mapping[str, torch.dtype], out: Mapping[str, torch.Tensor]
 ) -> _Call:
@@ -359,7 +388,7 @@ def _hosted_call(
     tiles = [
         (v if prepare is None else torch.empty(shape.of(p), dtype=v.dtype, device="meta"))
         for p, v, (prepare, _) in zip(params, values, inputs, strict=True)
-        if p.type.kind is Kind.TILE and isinstance(v, torch.Tensor)
+        if p.type.kind in (Kind.TILE, Kind.ROWS) and isinstance(v, torch.Tensor)
     ]
     aligned = n % 8 == 0 and (pad or all(_is_aligned(t) for t in tiles))
     spec = KernelSpec(
@@ -372,7 +401,8 @@ def _hosted_call(
     )
     tile = (plan.HOSTED_ROWS, 32 * plan.hosted_run(aligned))
     shape.check_buffers(storage, out)
-    results = shape.results(storage, tile, out, padded=aligned, foldings=shape.output_foldings(out, False))
+    foldings = shape.output_foldings(out, False)
+    results = shape.results(storage, tile, out, padded=aligned, on_gemm=False, foldings=foldings)
     prepare = tuple(prepare for prepare, _ in inputs)
     names = tuple(o.name for o in epilogue.outputs)
     written = shape.written(params, values, prepare, results, out)
@@ -392,7 +422,7 @@ def _of_nothing(
     shape.check_buffers(storage, out)
     used = loaded_params(epilogue, False)
     given = {p.name: inputs[p.name] for p in used if inputs.get(p.name) is not None}
-    extents = (shape.m, int(shape.n / shape.base))
+    extents = (shape.m, int(shape.n / shape.base), shape.samples)
     results = reference.run(attrs.evolve(epilogue, params=used), given, dtype=torch.float32, extents=extents)
     return {
         name: _filled(out[name], value) if name in out else value.to(storage[name]) for name, value in results.items()
@@ -410,10 +440,15 @@ def _storage_dtypes(
 
 
 class _Shape:
-    """The extents of a call, and what follows from them: m rows and n columns of the accumulator's width."""
+    """The extents of a call, and what follows from them: m rows and n columns of the accumulator's width, and the
+    number of samples, 0 where there are none."""
 
-    def __init__(self, epilogue: Epilogue, m: int, n: int, device: torch.device) -> None:
-        self.epilogue, self.m, self.n, self.device = epilogue, m, n, device
+    def __init__(self, epilogue: Epilogue, m: int, n: int, device: torch.device, samples: int) -> None:
+        self.epilogue, self.m, self.n, self.device, self.samples = epilogue, m, n, device, samples
+        if epilogue.has_samples and (m % samples if samples else m):
+            raise CodaCallError(
+                f"`{epilogue.name}` has {samples} samples, which must divide its {m} rows", argument="samples"
+            )
         self.base = base_width(epilogue)
         for node in epilogue.nodes:
             if node.op in ("group_sum", "group_max") and self.columns(node.type.width) % node.attr:  # type: ignore[operator]
@@ -430,8 +465,14 @@ class _Shape:
 
     def of(self, item: Param | Output) -> tuple[int, ...]:
         """The shape of a parameter or output."""
-        rows = (self.m,) if item.type.kind.has_rows else ()
+        rows = (self.m,) if item.type.kind.per_row else (self.samples,) if item.type.kind is Kind.ROWS else ()
         return rows + ((self.columns(item.type.width),) if item.type.width is not None else ())
+
+    @property
+    def cuts_slabs(self) -> bool:
+        """Some reduction is to one row per sample, and samples end within the rows that one warp of a GEMM has."""
+        reduced = any(o.type.kind is Kind.ROWS for o in self.epilogue.outputs)
+        return reduced and self.m // self.samples % SLAB_ROWS != 0
 
     def input(self, param: Param, value: Value, *, pad: bool, fold: bool) -> tuple[Prepare | None, str, Folding]:
         """What makes an input addressable, if anything; its storage dtype; how it is folded, where `fold` allows it.
@@ -445,9 +486,10 @@ class _Shape:
             name = names.get(value.dtype)
             if name and param.type.kind is Kind.SCALAR and value.numel() == 1:
                 return _chain(lambda t: t.reshape(1), _as_bytes(name)), name, PLAIN
-            if name and param.type.kind is not Kind.TILE and tuple(value.shape) == self.of(param):
+            in_2d = param.type.kind in (Kind.TILE, Kind.ROWS)
+            if name and not in_2d and tuple(value.shape) == self.of(param):
                 return _chain(None if value.is_contiguous() else torch.Tensor.contiguous, _as_bytes(name)), name, PLAIN
-            if name and param.type.kind is Kind.TILE and self._holds(value, param):
+            if name and in_2d and self._holds(value, param):
                 narrow = narrowed if name == "i64" else None
                 if narrow:  # a tile of 8-byte elements would be as wide as two of f32
                     value, name = torch.empty(value.shape, dtype=torch.int32, device="meta"), "i32"
@@ -480,6 +522,8 @@ class _Shape:
     def _holds(self, tensor: torch.Tensor, item: Param | Output) -> bool:
         """Whether a tensor is a tile of a parameter's or output's extents, in two dimensions or folded in more."""
         shape = tensor.shape
+        if item.type.kind is Kind.ROWS:
+            return tuple(shape) == self.of(item)
         return tensor.ndim >= 2 and (math.prod(shape[:-1]), shape[-1]) == self.of(item)
 
     def output_foldings(self, out: Mapping[str, torch.Tensor], fold: bool) -> tuple[Folding, ...]:
@@ -547,6 +591,7 @@ class _Shape:
         out: Mapping[str, torch.Tensor],
         *,
         padded: bool,
+        on_gemm: bool,
         foldings: Sequence[Folding],
     ) -> tuple[_Result, ...]:
         """Results in the order of the kernel's signature, for a grid of such tiles."""
@@ -574,12 +619,18 @@ class _Shape:
             is_scalar = vector.type.kind is Kind.SCALAR
             found.append(_Result((vector.name,), (buffer,), _only if is_scalar else _first, (storage[vector.name],)))
         tiles_m, tiles_n = -(-self.m // tile[0]), -(-self.n // tile[1])
+        per_sample = 0
+        if any(group[0].type.kind is Kind.ROWS for group in folds(self.epilogue)):
+            size = self.m // self.samples
+            per_sample = size // SLAB_ROWS if on_gemm else -(-size // tile[0])
+            tiles_m = tiles_m if on_gemm else self.samples * per_sample
         for group in folds(self.epilogue):
             kind, width = group[0].type.kind, group[0].type.width
             shape = {
                 Kind.COL: (tiles_n, self.m),
                 Kind.ROW: (tiles_m, self.columns(width)),
                 Kind.SCALAR: (tiles_m, tiles_n),
+                Kind.ROWS: (per_sample, self.samples * self.columns(width)),
             }[kind]
             dtypes = tuple(storage[o.name] for o in group)
             finish, carried = self._fold(group, kind)
@@ -590,6 +641,9 @@ class _Shape:
     def _fold(self, group: tuple[Reduce | State, ...], kind: Kind) -> tuple[Finish, tuple[torch.dtype, ...]]:
         """How a reduction's partials are merged, and the dtypes of what it carries."""
         first = group[0]
+        if kind is Kind.ROWS:
+            merged, carried = self._fold(group, Kind.ROW)
+            return self._by_sample(merged), carried
         if isinstance(first, Reduce):
             return _MERGES[first.how, kind is Kind.SCALAR], (torch.float32,)
         dtypes = tuple(RESULT_DTYPES[dtype.value] for _, dtype in first.definition.carried)
@@ -609,6 +663,15 @@ class _Shape:
             return [outputs[i][0, 0] if kind is Kind.SCALAR else outputs[i][0] for i in chosen]
 
         return finish, dtypes
+
+    def _by_sample(self, finish: Finish) -> Finish:
+        """What a reduction of all samples side by side gives, as one row for each."""
+
+        def finish_samples(partials: list[torch.Tensor], out: list[torch.Tensor | None]) -> Iterable[torch.Tensor]:
+            flat = [None if target is None else target.view(-1) for target in out]
+            return [result.view(self.samples, -1) for result in finish(partials, flat)]
+
+        return finish_samples
 
 
 def _chain(*steps: Prepare | None) -> Prepare | None:
@@ -670,8 +733,25 @@ _MERGES: dict[tuple[str, bool], Finish] = {
 }
 
 
+def _samples(epilogue: Epilogue, inputs: Mapping[str, torch.Tensor | float], given: int | None) -> int:
+    """The number of samples, 0 where there are none.  Raises CodaCallError where nothing determines it."""
+    if not epilogue.has_samples:
+        return 0
+    for param in epilogue.params:
+        value = inputs.get(param.name)
+        if given is None and param.type.kind is Kind.ROWS and isinstance(value, torch.Tensor) and value.ndim:
+            given = value.shape[0]
+    if given is None:
+        raise CodaCallError(
+            f"the inputs of `{epilogue.name}` do not determine the number of its samples, {epilogue.dims[2]}",
+            argument="samples",
+            hint=f"pass samples={epilogue.dims[2]}, or where it is hosted extents=({', '.join(epilogue.dims)})",
+        )
+    return given
+
+
 def _hosted_extents(
-    epilogue: Epilogue, inputs: Mapping[str, torch.Tensor | float], extents: tuple[int, int] | None
+    epilogue: Epilogue, inputs: Mapping[str, torch.Tensor | float], extents: tuple[int, ...] | None
 ) -> tuple[int, int, torch.device]:
     """(rows, columns of the accumulator's width, device)."""
     base = base_width(epilogue)
@@ -682,7 +762,7 @@ def _hosted_extents(
     for param in epilogue.params:
         value = inputs.get(param.name)
         if isinstance(value, torch.Tensor):
-            if param.type.kind.has_rows and value.ndim:
+            if param.type.kind.per_row and value.ndim:
                 m = value.shape[0] if m is None else m
             if param.type.width is not None and value.ndim:
                 n = int(value.shape[-1] * base / param.type.width) if n is None else n
