@@ -11,5 +11,7 @@
 | `host.py`            | the host's time per call                                                                |
 | `first_call.py`      | a fresh process's first calls                                                           |
 | `report.py`          | results as data, as JSON and as tables                                                  |
+| `candidates.py`      | the configurations that a search tries                                                  |
+| `tune.py`            | candidates compiled and timed, the best remembered                                      |
 | `plot.py`            | results as SVG: bars and a roofline                                                     |
 """

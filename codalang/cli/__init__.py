@@ -8,6 +8,7 @@
     compile  to an object for sm_90a, with the device compiler's report    kernels.py
     run      on random inputs, against the reference in float64            trial.py
     bench    time kernels beside cuBLAS, torch.compile and other libraries bench.py
+    tune     time configurations on this GPU, and remember the best        tune.py
 
 PROGRAM is a file, `-` for standard input, or a name of the standard library.
 
@@ -128,7 +129,7 @@ def _red(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from codalang.cli import bench, explain, kernels, text, trial
+    from codalang.cli import bench, explain, kernels, text, trial, tune
 
     parser = _Parser(
         prog="codalang",
@@ -137,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"codalang {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (text, kernels, explain, trial, bench):
+    for module in (text, kernels, explain, trial, bench, tune):
         module.add_commands(commands)
     return parser
 

@@ -99,9 +99,11 @@ def default_root() -> Path:
 class Cache:
     """A folder of compiled objects.  See the module's docstring for what it promises."""
 
-    def __init__(self, root: Path | str | None = None) -> None:
-        """`root` defaults to `default_root()`.  Nothing is created before the first object is asked for."""
+    def __init__(self, root: Path | str | None = None, kind: str = "objects") -> None:
+        """`root` defaults to `default_root()`, `kind` is the folder in it.  Nothing is created before the first object
+        is asked for."""
         self.root = Path(root) if root is not None else default_root()
+        self.kind = kind
         self._refused: str | None = None
         self._checked = False
         self._private: dict[str, Path] = {}
@@ -146,6 +148,30 @@ class Cache:
                 return self._keep_privately(name, data)
             return entry
 
+    def find(self, key: str, suffix: str) -> bytes | None:
+        """What is kept under that key, or None.  Where nothing was ever kept, it creates nothing."""
+        if not (self.root / self.kind).is_dir():
+            return None
+        folder = self._folder()
+        entry = folder / (key + suffix) if folder else None
+        return entry.read_bytes() if entry and _verified(entry) else None
+
+    def replace(self, key: str, suffix: str, data: bytes) -> bool:
+        """Keep data under that key, whatever was there.  False, with a warning, where the folder cannot be used."""
+        folder = self._folder()
+        if folder is None:
+            return False
+        entry = folder / (key + suffix)
+        try:
+            with _locked(folder / f"{key}.lock"):
+                _sweep(folder, key)
+                _write_atomically(entry, data)
+                _write_atomically(_digest_path(entry), _digest_line(data))
+        except OSError as error:
+            self._warn(f"cannot write to {folder}: {error.strerror or error}")
+            return False
+        return True
+
     def clear(self) -> None:
         """Remove every object.  A process that is loading one rebuilds it."""
         folder = self._folder()
@@ -158,17 +184,17 @@ class Cache:
         """The folder of objects, made and checked at first use; None where it must not be used."""
         if not self._checked:
             self._checked = True
-            folder = self.root / "objects"
+            folder = self.root / self.kind
             try:
                 self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
                 folder.mkdir(mode=0o700, exist_ok=True)
             except OSError as error:
                 if not folder.is_dir():
                     self._refused = f"cannot create {folder}: {error.strerror or error}"
-            self._refused = self._refused or _unsafe(self.root) or _unsafe(folder)
+            self._refused = self._refused or _unsafe(self.root) or _unsafe(folder, private=True)
             if self._refused:
                 self._warn(self._refused)
-        return None if self._refused else self.root / "objects"
+        return None if self._refused else self.root / self.kind
 
     def _warn(self, reason: str) -> None:
         warnings.warn(
@@ -188,8 +214,8 @@ class Cache:
         return path
 
 
-def _unsafe(folder: Path) -> str | None:
-    """Why objects in that folder cannot be trusted, or None.  Tightens a folder of ours that others can read."""
+def _unsafe(folder: Path, private: bool = False) -> str | None:
+    """Why what is in that folder cannot be trusted, or None.  Tightens a private one of ours that others can read."""
     try:
         info = folder.stat()
     except OSError as error:
@@ -200,7 +226,7 @@ def _unsafe(folder: Path) -> str | None:
         return f"{folder} belongs to another user (uid {info.st_uid})"
     if info.st_mode & 0o022:
         return f"{folder} can be written by others (mode {stat.S_IMODE(info.st_mode):04o})"
-    if folder.name == "objects" and info.st_uid == os.geteuid() and info.st_mode & 0o077:
+    if private and info.st_uid == os.geteuid() and info.st_mode & 0o077:
         with contextlib.suppress(OSError):
             folder.chmod(0o700)
     return None
