@@ -27,6 +27,7 @@ from codalang.errors import CodaUnsupportedError
 from codalang.ir import reference
 from codalang.ir.epilogue import Epilogue
 from codalang.lower.folded import Matrix
+from codalang.lower.spec import KernelSpec
 from codalang.torch.signature import Extent, Value
 
 _MATMUL_DTYPES = (torch.bfloat16, torch.float16)
@@ -98,6 +99,25 @@ def reference_only() -> Iterator[None]:
         _reference_only.reset(token)
 
 
+_rehearsed = contextvars.ContextVar("codalang_rehearsed", default=False)
+
+
+@contextlib.contextmanager
+def rehearsal() -> Iterator[dict[KernelSpec, None]]:
+    """Within it calls of tensors on `meta` are what they would be on a Hopper GPU: the kernels that they would launch,
+    each once, in order.  None is compiled or launched."""
+    from codalang.lower import ahead, run
+
+    token = _rehearsed.set(True)
+    run._CALLS.clear()  # what was rehearsed before would not be asked for again
+    try:
+        with ahead.recorded() as specs:
+            yield specs
+    finally:
+        run._CALLS.clear()
+        _rehearsed.reset(token)
+
+
 def execute(job: Job, values: Sequence[Value | Matrix], out: Mapping[str, Tensor] | None = None) -> list[Tensor]:
     """The outputs in order, contiguous and new, on flattened values.  Nothing here is recorded by autograd.
 
@@ -150,7 +170,8 @@ def _is_hopper(index: int) -> bool:
 
 
 def _takes_kernel(job: Job, values: Sequence[Value | Matrix], device: torch.device) -> bool:
-    if device.type != "cuda" or not _is_hopper(device.index) or _reference_only.get():
+    on_hopper = _is_hopper(device.index) if device.type == "cuda" else device.type == "meta" and _rehearsed.get()
+    if not on_hopper or _reference_only.get():
         return False
     whole = [v.tensor if isinstance(v, Matrix) else v for v in values]
     tensors = [v for v in whole if isinstance(v, Tensor)]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from codalang import autodiff
+from codalang.autodiff.program import derive_program
 from codalang.autodiff.program_derivative import ProgramDerivative
 from codalang.ir.program import Program
 from codalang.torch import opaque
@@ -112,7 +112,7 @@ class ProgramFunction:
     ) -> ProgramDerivative:
         """The derivative for gradients of `wrt` (default: every parameter) from the cotangents of these results
         (default: all).  Raises CodaCallError for names that the program does not have."""
-        return autodiff.derive_program(self.program, wrt=wrt, cotangents=cotangents)
+        return derive_program(self.program, wrt=wrt, cotangents=cotangents)
 
     @functools.cached_property
     def backward(self) -> ProgramFunction:

@@ -29,7 +29,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from codalang import autodiff
+from codalang.autodiff.program import derive_program
 from codalang.autodiff.program_activity import active_values
 from codalang.autodiff.program_derivative import ProgramDerivative
 from codalang.ir.names import Namer
@@ -65,7 +65,7 @@ class ProgramOperator:
         """The derivative for gradients of these parameters from the cotangents of these results; derived once."""
         key = (wrt, cotangents)
         if key not in self._derivatives:
-            self._derivatives[key] = autodiff.derive_program(self.program, wrt=wrt, cotangents=cotangents)
+            self._derivatives[key] = derive_program(self.program, wrt=wrt, cotangents=cotangents)
         return self._derivatives[key]
 
     def gradient(self, wrt: Names, cotangents: Names) -> GradientProgram:
@@ -176,6 +176,7 @@ class ProgramTape:
         visible: how many results the caller sees; the rest are the saved ones.
         constant: the results that have no gradient: no floats, or nothing that depends on an argument with one.
         kept_params, kept_results: what the usual backward reads: arguments and results, by position.
+        given: the shape of each result, and of its cotangent, where a backward reads it.
         rest: the tensors among the other arguments: for a backward that is differentiated.
     """
 
@@ -202,6 +203,10 @@ class ProgramTape:
         self.numbers = tuple(i for i, dtype in enumerate(setting.dtypes) if dtype is None)
         self.results = {w.name: i for i, w in enumerate(wanted)}
         self.kept_results = tuple(sorted({self.results[ld.name] for ld in loads if ld.source in ("output", "saved")}))
+        pairs = [finish is not None and finish.has_pairs for _, finish in self.plan.results]
+        self.given = tuple(
+            flat if has else shape for flat, shape, has in zip(self.plan.flat, self.plan.shapes, pairs, strict=True)
+        )
         self._steps: dict[tuple[Flags, Flags], ProgramStep] = {}
         self._differentiable: dict[tuple[Flags, Flags], DifferentiableStep] = {}
 
@@ -211,6 +216,11 @@ class ProgramTape:
         wrt = frozenset(p.name for p, need in zip(program.params, needs, strict=True) if need)
         given = frozenset(name for name, there in zip(program.results, present, strict=True) if there)
         return wrt, given - {program.results[i] for i in self.constant}
+
+    def as_value(self, index: int, tensor: Any) -> Any:
+        """A result, or its cotangent, as the value that steps know: pairs side by side."""
+        _, finish = self.plan.results[index]
+        return tensor if finish is None or tensor is None else finish.undone(tensor, self.plan.flat[index])
 
     def zeros(self, slot: int) -> Tensor:
         """The gradient of an argument on which nothing depends."""
@@ -333,7 +343,7 @@ class ProgramStep:
                 dtypes.append(setting.dtypes[index])
             else:
                 index = tape.results[load.name]
-                shapes.append(tape.plan.shapes[index])
+                shapes.append(tape.given[index])
                 flat.append(tape.plan.flat[index])
                 dtypes.append(tape.plan.dtypes[index])
             missing = load.source == "cotangent" and filled and load.name not in given
@@ -374,7 +384,7 @@ class DifferentiableStep:
             ProgramOperator(attrs.evolve(gradient.operator.program, results=results)),
             attrs.evolve(
                 setting,
-                shapes=(*(plan.shapes[i] for i in self.cotangents), *setting.shapes),
+                shapes=(*(tape.given[i] for i in self.cotangents), *setting.shapes),
                 flat=(*(plan.flat[i] for i in self.cotangents), *setting.flat),
                 dtypes=(*(plan.dtypes[i] for i in self.cotangents), *setting.dtypes),
                 derived=True,
@@ -446,6 +456,8 @@ def _collected(
         torch.zeros(step.shapes[i], dtype=step.dtypes[i], device=tape.setting.device)
         if source == "zeros"
         else tables[source][index]
+        if source == "param"
+        else tape.as_value(index, tables[source][index])
         for i, (source, index) in enumerate(step.places)
     ]
 
@@ -465,8 +477,8 @@ def _differentiable_backward(
                 f"of the derivative of `{tape.operator.program.name}` needs it"
             )
         arguments[slot] = tensor
-    values = [cotangents[i] for i in step.cotangents] + [arguments[i] for i in range(len(needs))]
-    results = invoke(step.shaped, values)  # type: ignore[arg-type]
+    values = [tape.as_value(i, cotangents[i]) for i in step.cotangents] + [arguments[i] for i in range(len(needs))]
+    results = invoke(step.shaped, values)
     return step.gradients.spread(tape, results)
 
 

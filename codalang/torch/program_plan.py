@@ -84,7 +84,15 @@ class Wanted:
 
 @attrs.frozen(eq=False)
 class Finish:
-    """What makes the caller's tensor of a value: pairs apart, in a dtype, of a shape; `permuted` undoes a view."""
+    """What makes the caller's tensor of a value.
+
+    Attributes:
+        shape: of that tensor.
+        dtype: None for the value's own.
+        viewed: the type with pairs whose view the value is, which are brought apart; `flat`: its shape.
+        copied: the value is an argument, and is copied.
+        permuted: the value lies where the caller gets it, and this permutation undoes its view.
+    """
 
     shape: Shape
     dtype: torch.dtype | None = None
@@ -92,6 +100,17 @@ class Finish:
     flat: Shape = ()
     copied: bool = False
     permuted: tuple[int, ...] | None = None
+
+    @property
+    def has_pairs(self) -> bool:
+        """Is the value a view of what the caller gets that is not only of another shape?"""
+        return self.viewed is not None
+
+    def undone(self, tensor: Tensor, value: Shape) -> Tensor:
+        """A tensor like the caller's as one like the value."""
+        if self.viewed is None:
+            return tensor
+        return tensor.reshape(self.flat).permute(self.viewed.order).reshape(value)
 
     def __call__(self, tensor: Tensor) -> Tensor:
         if self.permuted is not None:
@@ -353,7 +372,7 @@ class _Planner:
         value = self.values[wanted.name]
         if value.order is not None:
             assert wanted.shape is not None
-            return Finish(wanted.shape, permuted=value.order)
+            return Finish(wanted.shape, None, wanted.type, wanted.shape, permuted=value.order)
         copied = wanted.copied and any(p.name == wanted.name for p in self.program.params)
         dtype = wanted.dtype if wanted.dtype is not value.dtype else None
         type_ = wanted.type if wanted.type is not None and wanted.type.shape != value.type.shape else None
