@@ -167,20 +167,22 @@ def _assignments(nodes: Sequence[Node], names: Sequence[str], base: Fraction, re
     return lines
 
 
-_FUSED_OPERANDS = ("erf", "const")
+_ONE_PLUS = {"erf": "one_plus_erf", "tanh": "one_plus_tanh"}
+_FUSED_OPERANDS = ("const", *_ONE_PLUS)
 
 
 def _fused(nodes: Sequence[Node]) -> dict[int, tuple[str, tuple[int, ...]]]:
     """Nodes that one function of `device` computes together with operands of theirs: its name, and its arguments.
 
-    1 + erf(x), of every GELU and of its derivative, needs no relative precision where erf is small.
+    1 + erf(x) and 1 + tanh(x), of every GELU and of its derivative, need no relative precision where erf and tanh are
+    small.
     """
     found = {}
     for index, node in enumerate(nodes):
         if node.op == "add":
             for one, other in (node.args, node.args[::-1]):
-                if nodes[one].op == "const" and nodes[one].attr == 1.0 and nodes[other].op == "erf":
-                    found[index] = ("one_plus_erf", nodes[other].args)
+                if nodes[one].op == "const" and nodes[one].attr == 1.0 and nodes[other].op in _ONE_PLUS:
+                    found[index] = (_ONE_PLUS[nodes[other].op], nodes[other].args)
     return found
 
 

@@ -14,6 +14,7 @@ Transcendental functions use the hardware's approximations, within 2 ulp of f32 
 | sigmoid, tanh  | ex2 and rcp; tanh by its series near 0: tails must hold in f16  | 4 ulp                          |
 | erf            | the library's                                                   | 2 ulp                          |
 | 1 + erf        | 2^polynomial for erfc                                           | 2.5e-7 absolute                |
+| 1 + tanh       | 2 sigmoid(2x)                                                   | 4 ulp                          |
 | sin, cos       | reduced by three parts of pi/2, then polynomials; no slow path  | 2^-22 absolute to 2^17 radians |
 | pow            | products for whole exponents to 16, else exp2(e log2 x)         | abs(e log2 x) ulp              |
 """
@@ -114,6 +115,7 @@ def _one_plus_erf(x: Any) -> Any:
 
 
 one_plus_erf = elementwise(_one_plus_erf)
+one_plus_tanh = elementwise(lambda x: 2.0 * cute.arch.rcp_approx(1.0 + _exp2(x * (-2.0 * LOG2_E))))
 
 
 def _minimum(a: Any, b: Any) -> Any:
