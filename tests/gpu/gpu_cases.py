@@ -22,6 +22,7 @@ from codalang.autodiff import Derivative, derive
 from codalang.errors import CodaUnsupportedError, Source
 from codalang.ir.bind import granularity
 from codalang.ir.epilogue import Epilogue
+from codalang.lower import split
 from codalang.lower.plan import TILINGS
 from codalang.lower.spec import loaded_params, relative_width
 
@@ -107,8 +108,8 @@ class Case:
     """One run: see the module's docstring.
 
     `magnitude` scales the accumulator and every tile input; `tiling` is an index of `plan.TILINGS`, None for the
-    heuristic's choice; `tame` inputs are those that random programs are written for: numbers in [-2, 2], indices in
-    [-2, 9].
+    heuristic's choice; `parts` an index of `split.TILINGS` and how many parts K is split into; `tame` inputs are those
+    that random programs are written for: numbers in [-2, 2], indices in [-2, 9].
     """
 
     subject: Subject
@@ -124,6 +125,7 @@ class Case:
     magnitude: float = 1.0
     tiling: int | None = None
     tame: bool = False
+    parts: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         layouts = f"a={self.a}, b={self.b}, " if self.subject.on_gemm else ""
@@ -131,6 +133,7 @@ class Case:
             f"{self.subject}, {self.dtype}, M={self.m} N={self.n} K={self.k}, {layouts}tile={self.tile}, "
             f"vector={self.vector} {self.vector_dtype}, magnitude {self.magnitude:g}"
             f"{'' if self.tiling is None else f', {TILINGS[self.tiling]}'}"
+            f"{'' if self.parts is None else f', {split.TILINGS[self.parts[0]]} in {self.parts[1]} parts'}"
         )
 
 
@@ -302,6 +305,26 @@ def tilings(subject: Subject) -> list[Case]:
     ]
 
 
+def parts(subject: Subject) -> list[Case]:
+    """Few tiles: every tiling that is for them, and every number of parts of K."""
+    if not subject.on_gemm or subject.name not in CORE:
+        return []
+    choices = pairwise({"tiling": range(len(split.TILINGS)), "parts": split.SPLITS, "m": (1, 63, 130, 256)})
+    return [
+        Case(
+            subject,
+            DTYPES[i % 2],
+            choice["m"],
+            fitted(subject.name, (264, 1000)[i % 2]),
+            (2088, 4096)[i // 2 % 2],
+            a=MAJORS[i % 2],
+            b=MAJORS[i // 2 % 2],
+            parts=(choice["tiling"], choice["parts"]),
+        )
+        for i, choice in enumerate(choices)
+    ]
+
+
 def llama(subject: Subject) -> list[Case]:
     """The real layer's shapes, where the subject has one."""
     if subject.name not in LLAMA_8B:
@@ -321,6 +344,7 @@ GROUPS: dict[str, Callable[[Subject], list[Case]]] = {
     "empty": empty,
     "near limit": near_limit,
     "tilings": tilings,
+    "parts": parts,
     "llama": llama,
     "huge": huge,
 }

@@ -41,7 +41,7 @@ from codalang.ir.epilogue import Epilogue, Node, Output, Param, Reduce, with_val
 from codalang.ir.infer import infer
 from codalang.ir.reference import TORCH_DTYPES
 from codalang.ir.types import Dtype, Kind, ValueType
-from codalang.lower import plan
+from codalang.lower import plan, split
 from codalang.lower.spec import KernelSpec, Operand, loaded_params
 
 ROUNDING_ALLOWANCE = 1.05
@@ -306,7 +306,7 @@ def run_case(case: Case, inputs: Inputs, backend: Backend) -> Results:
     if inputs.a is None or inputs.b is None:
         dtype = TORCH_DTYPES[case.dtype]
         return backend.hosted(epilogue, inputs.named, extents=(case.m, case.n), default_dtype=dtype)
-    if case.tiling is None:
+    if case.tiling is None and case.parts is None:
         return backend.gemm(epilogue, inputs.a, inputs.b, inputs.named)
     return backend.gemm(epilogue, inputs.a, inputs.b, inputs.named, config=_configuration(case, inputs))
 
@@ -318,6 +318,10 @@ def _configuration(case: Case, inputs: Inputs) -> plan.Config | None:
     loaded = tuple(names[inputs.named[p.name].dtype] for p in loaded_params(epilogue, True))
     stored = tuple(s.dtype or case.dtype for s in epilogue.stores)
     spec = KernelSpec(epilogue, Operand(case.dtype, "k", "k"), loaded, stored, None)
+    if case.parts is not None:
+        tiling, parts = split.TILINGS[case.parts[0]], case.parts[1]
+        fitting = next(iter(plan._configurations(spec, tiling)), None)
+        return fitting and attrs.evolve(fitting, split=parts)
     return next(iter(plan._configurations(spec, plan.TILINGS[case.tiling or 0])), None)
 
 
