@@ -69,6 +69,31 @@ class Dim:
             total += coefficient
         return total
 
+    def substitute(self, extents: Mapping[str, Dim]) -> Dim:
+        """The extent with each name replaced by its extent, where it has one."""
+        total = Dim()
+        for monomial, coefficient in self.terms:
+            product = Dim.of(coefficient)
+            for name in monomial:
+                product = product * extents.get(name, Dim.of(name))
+            total = total + product
+        return total
+
+    def divide(self, other: Dim) -> Dim | None:
+        """The extent of which `other`, a single product, is a factor; None where it is none."""
+        if len(other.terms) != 1:
+            return ONE if self == other and self.terms else None
+        ((divisor, factor),) = other.terms
+        terms: dict[Monomial, Fraction] = {}
+        for monomial, coefficient in self.terms:
+            rest = list(monomial)
+            for name in divisor:
+                if name not in rest:
+                    return None
+                rest.remove(name)
+            terms[tuple(rest)] = coefficient / factor
+        return _dim(terms)
+
     def solve(self, value: int, sizes: Mapping[str, int]) -> tuple[str, Fraction] | None:
         """The one name that `sizes` lacks and what it must be for the extent to be `value`; None where that is not so:
         no such name, more than one, one that occurs to a power or with a factor of zero."""
@@ -101,6 +126,9 @@ class Dim:
             factors = [str(abs(coefficient.numerator))] if abs(coefficient.numerator) != 1 or not monomial else []
             yield "*".join([*factors, *monomial])
             yield f"/{coefficient.denominator}" if coefficient.denominator != 1 else ""
+
+
+ONE, TWO = Dim(((((), Fraction(1))),)), Dim(((((), Fraction(2))),))
 
 
 def _dim(terms: Mapping[Monomial, Fraction]) -> Dim:

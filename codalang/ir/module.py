@@ -1,4 +1,4 @@
-"""What one source file defines and imports: its epilogues and states by name, `fn`s already inlined."""
+"""What one source file defines and imports: its epilogues, states and programs by name, `fn`s already inlined."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import attrs
 
 from codalang.errors import Source
 from codalang.ir.epilogue import Epilogue
+from codalang.ir.program import Program
 from codalang.ir.states import StateDef
 
 
 @attrs.frozen
 class Module:
-    """The epilogues and states of a source file, in textual order after those that it imports.
+    """The epilogues, states and programs of a source file, in textual order after those that it imports.
 
     `imported` are the other files that it is made of, as they were read.
     """
@@ -20,3 +21,4 @@ class Module:
     epilogues: dict[str, Epilogue]
     states: dict[str, StateDef] = attrs.field(factory=dict)
     imported: tuple[Source, ...] = ()
+    programs: dict[str, Program] = attrs.field(factory=dict)

@@ -28,12 +28,11 @@ from collections.abc import Iterator
 import attrs
 
 from codalang.errors import Loc
-from codalang.ir.dims import Dim
+from codalang.ir.dims import ONE, TWO, Dim
 from codalang.ir.epilogue import Epilogue
 from codalang.ir.types import Dtype
 
 Value = str | float | int | bool | Dim
-ONE, TWO = Dim.of(1), Dim.of(2)
 
 
 @attrs.frozen
@@ -85,8 +84,8 @@ def _product(extents: list[Dim]) -> Dim:
 
 @attrs.frozen
 class ProgramParam:
-    """An input.  `dtype` is the annotated storage dtype, or None for that of the tensor passed at the call; a scalar may
-    have a `default`."""
+    """An input.  `dtype` is the annotated storage dtype, or None for that of the tensor passed at the call; a scalar
+    may have a `default`."""
 
     name: str
     type: TensorType
@@ -117,14 +116,14 @@ class Apply:
         epilogue: hosted on a Matmul, its first parameter is that accumulator; on a plain tensor (a name), its first
             parameter is that tensor; on nothing (None), all its parameters are `inputs`.
         inputs: (parameter, value) for every other parameter, in the epilogue's order.
-        extents: (M, N), N in units of width 1.
+        extents: (M, N), N in units of width 1, and (M, N, B) where the epilogue has one row per sample.
     """
 
     results: tuple[str | None, ...]
     epilogue: Epilogue
     host: Matmul | str | None
-    inputs: tuple[tuple[str, Value], ...]
-    extents: tuple[Dim, Dim]
+    inputs: tuple[tuple[str, Value], ...] = attrs.field(eq=repr)  # compared as written: 0.0 is not -0.0
+    extents: tuple[Dim, ...]
     loc: Loc | None = attrs.field(default=None, eq=False, repr=False)
 
     @property
@@ -164,8 +163,9 @@ class Vector:
 
     Attributes:
         expression: an epilogue without an accumulator, on [1, length]: its parameters are rows of width 1 and scalars,
-            each with the name of the value or extent that it is given; its one output, also called `result`, is a
-            stored row or scalar, or a reduction to a scalar.  Names of dims are EXPRESSION_DIMS.
+            each with the name of the value or extent that it is given, in the order in which the nodes have them; its
+            one output, also called `result`, is a stored row or scalar, or a reduction of a row to a scalar.  Its ops
+            are elementwise.  Names of dims are EXPRESSION_DIMS.
         length: of its vectors; 1 where all are scalars.
     """
 

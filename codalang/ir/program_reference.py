@@ -81,7 +81,7 @@ def view(tensor: Tensor, type_: TensorType, kind: Kind) -> Tensor:
     if kind is Kind.SCALAR:
         return tensor
     ordered = tensor.permute(type_.order)
-    if kind is not Kind.TILE:
+    if kind not in (Kind.TILE, Kind.ROWS):
         return ordered.reshape(-1)
     pair = type_.pair_axis
     columns = tensor.shape[-1] * (2 if pair is not None and pair == tensor.ndim - 2 else 1)
@@ -155,14 +155,16 @@ class _Execution:
             for p, (_, value) in zip(epilogue.params[host is not None :], statement.inputs, strict=True)
         }
         if host is not None:
-            is_matmul = isinstance(host, Matmul)
-            accumulator = self._multiplied(host) if is_matmul else self._argument(host, Kind.TILE)
-            inputs[epilogue.params[0].name] = accumulator
-        m, n = (self._number(extent) for extent in statement.extents)
-        outputs = reference.run(epilogue, inputs, dtype=self.dtype, extents=(m, n), storage=self._storage())
+            inputs[epilogue.params[0].name] = (
+                self._multiplied(host) if isinstance(host, Matmul) else self._argument(host, Kind.TILE)
+            )
+        m, n, *samples = (self._number(extent) for extent in statement.extents)
+        extents_of = (m, n, *samples)
+        outputs = reference.run(epilogue, inputs, dtype=self.dtype, extents=extents_of, storage=self._storage())
         for name, output in zip(statement.results, epilogue.outputs, strict=True):
             if name is not None:
-                extents = ([m] if output.type.kind.has_rows else []) + (
+                rows = samples[0] if output.type.kind is Kind.ROWS else m
+                extents = ([rows] if output.type.kind.has_rows else []) + (
                     [int(n * output.type.width)] if output.type.width is not None else []
                 )
                 self._define(name, outputs[output.name], [Dim.of(e) for e in extents], output.type.dtype)

@@ -13,20 +13,16 @@ from collections.abc import Callable, Collection, Iterable
 import attrs
 from lark import Token, UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
-from codalang.errors import CodaError, CodaSyntaxError, CodaUnsupportedError, Loc, Source
+from codalang.errors import CodaError, CodaSyntaxError, Loc, Source
 from codalang.ir.names import KEYWORDS
 from codalang.parser.newlines import NEWLINE, OPERATORS
 
 END = "$END"
-_DEFINITION = {"FN", "STATE", "EPILOGUE", "IMPORT"}
+_DEFINITION = {"FN", "STATE", "EPILOGUE", "PROGRAM", "IMPORT"}
 _STATEMENT = {"LET", "STORE", "REDUCE", "STATE", "SAVE", "RECOMPUTE", "RETURN"}
+_PROGRAM_STATEMENT = {"NAME", "LPAR", "RETURN"}
 _PARTNER = {"LPAR": "RPAR", "LSQB": "RSQB", "LBRACE": "RBRACE"}
 _OPERAND = {"NAME", "NUMBER", "LPAR", "MINUS", "NOT", "TRUE", "FALSE", "INF", "NAN"}
-
-_FUTURE = {
-    "program": "call the epilogues one by one from Python; "
-    "a file has `import`s and definitions of `fn`, `state` and `epilogue`",
-}
 
 _FOREIGN_WORDS = {
     "if": "`where(condition, a, b)` chooses between two values",
@@ -43,12 +39,10 @@ _FOREIGN_CHARACTERS = {
     ";": "a statement ends with its line",
     "%": "there is no remainder operator",
     "^": "there is no power operator: write `pow(x, 2)`",
-    "@": "the matmul is not written: the first parameter is its result",
     "!": "write `not`",
     "&": "write `and`",
     "|": "write `or`",
     "?": "`where(condition, a, b)` chooses between two values",
-    ".": "a value has no attributes",
     "'": "a path is written in double quotes; there are no other strings",
     '"': "the quote is not closed; only `import` takes a string",
     "\u2212": "write `-`",
@@ -80,6 +74,7 @@ _SPELLED = {
     "MINUS": "`-`",
     "STAR": "`*`",
     "SLASH": "`/`",
+    "DOT": "`.`",
 }
 
 
@@ -211,20 +206,16 @@ def _describe(accepts: Collection[str]) -> str:
     parts: list[str] = []
     for group, spelled, also in (
         ({"NAME", "NUMBER", "LPAR"}, "an expression", _OPERAND),
-        (_DEFINITION, "`import`, `fn`, `state` or `epilogue`", {END, NEWLINE}),
+        (_DEFINITION, "`import`, `fn`, `state`, `epilogue` or `program`", {END, NEWLINE}),
         (_STATEMENT, "a statement", set()),
-        ({"PLUS", "MINUS"}, "an operator", OPERATORS | {"LPAR"}),
+        (_PROGRAM_STATEMENT, "a statement", set()),
+        ({"PLUS", "MINUS"}, "an operator", OPERATORS | {"LPAR", "LSQB", "DOT"}),
     ):
         if group <= rest:
             parts.append(spelled)
             rest -= group | also
     parts += [_SPELLED.get(name, f"`{name.lower()}`") for name in sorted(rest)]
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} or {parts[-1]}"
-
-
-def _unsupported(s: _Situation) -> CodaError:
-    word = str(s.token)
-    return CodaUnsupportedError(f"`{word}` is not supported yet", s.loc, hint=_FUTURE[word])
 
 
 def _at_statement(s: _Situation) -> bool:
@@ -257,8 +248,23 @@ def _wants_operator(s: _Situation) -> bool:
     return {"PLUS", "MINUS"} <= s.accepts
 
 
+def _indexed(s: _Situation) -> bool:
+    """`x[0]`, where only `f[M, N](...)` is."""
+    types = [t.type for t in s.open]
+    return s.accepts == {"LPAR"} and s.after == "RSQB" and ("EPILOGUE" not in types or "LBRACE" in types)
+
+
+def _index(s: _Situation) -> CodaError:
+    bracket = next(t for t in reversed(s.open) if t.type == "LSQB")
+    line, column = bracket.line or 1, bracket.column or 1
+    return CodaSyntaxError(
+        "values are not indexed",
+        Loc(s.loc.source, line, column, column + 1),
+        hint="`let (even, odd) = split(x)` gives the even and the odd columns",
+    )
+
+
 _RULES: tuple[tuple[Callable[[_Situation], bool], Callable[[_Situation], CodaError]], ...] = (
-    (lambda s: str(s.token) in _FUTURE and (_at_statement(s) or _at_definition(s)), _unsupported),
     (
         lambda s: str(s.token) in KEYWORDS and "NAME" in s.accepts and not s.first_on_line,
         _syntax_error("`{token}` is a reserved word, and cannot be a name"),
@@ -351,6 +357,7 @@ _RULES: tuple[tuple[Callable[[_Situation], bool], Callable[[_Situation], CodaErr
         lambda s: _wants_operator(s) and s.token.type == "LSQB",
         _syntax_error("values are not indexed", "`let (even, odd) = split(x)` gives the even and the odd columns"),
     ),
+    (_indexed, _index),
     (
         lambda s: _wants_operator(s) and s.token.type == "NAME" and not s.first_on_line,
         lambda s: CodaSyntaxError(

@@ -22,25 +22,11 @@ from codalang.ir.types import (
 )
 from codalang.parser import syntax
 from codalang.parser.complaints import shorten, suggestion
+from codalang.parser.dtypes import storage_dtype
 from codalang.parser.evaluate import Evaluator
 from codalang.parser.files import File
 from codalang.parser.syntax import Span, Word
 
-_DTYPE_NAMES = {
-    "float32": "f32",
-    "fp32": "f32",
-    "float": "f32",
-    "bfloat16": "bf16",
-    "float16": "f16",
-    "fp16": "f16",
-    "half": "f16",
-    "int": "i32",
-    "int32": "i32",
-    "long": "i64",
-    "int64": "i64",
-    "mask": "bool",
-    "boolean": "bool",
-}
 _EXAMPLES = {"scalar": "scalar", "row": "row[N]", "col": "col[M]", "tile": "tile[M, N]"}
 _FOLDED_HINTS = {
     Dtype.F32: "`float(i)` makes a number of an index or a mask",
@@ -171,20 +157,7 @@ class _Elaborator:
         return ValueType(kind, shape.extents[-1].width if kind.has_columns else None, dtype)
 
     def _dtype(self, word: Word | None, known: tuple[str, ...] = STORAGE_DTYPES) -> str | None:
-        if word is None or word.text in known:
-            return word.text if word else None
-        near = _DTYPE_NAMES.get(word.text, word.text)
-        if near in PARAM_DTYPES and near not in known:
-            raise CodaTypeError(
-                f"this cannot be stored as `{shorten(word.text)}`",
-                self._loc(word.span),
-                hint=f"there are {', '.join(known)}",
-            )
-        raise CodaTypeError(
-            f"unknown dtype `{shorten(word.text)}`",
-            self._loc(word.span),
-            hint=f"did you mean `{near}`?" if near in known else f"there are {', '.join(known)}",
-        )
+        return storage_dtype(word, self.file, known)
 
     # Statements
 

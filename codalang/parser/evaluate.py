@@ -89,6 +89,7 @@ class Evaluator:
         self._literal_of: dict[str, int] = {}
         self._constants: dict[int, float | bool] = {}  # of nodes that are constant expressions
         self._called: dict[_Key, tuple[int, ...]] = {}
+        self._answers: dict[int, int] = {}  # values of parts of expressions that are known beforehand
         self._steps = 0
         # Names given inside `fn`s count only where the epilogue itself gives none.
         self._hints: list[tuple[int, str]] = []
@@ -100,6 +101,10 @@ class Evaluator:
     def has(self, name: str) -> bool:
         """True where a name means a value."""
         return name in self._frame.values
+
+    def answer(self, part: syntax.Expression, value: int) -> None:
+        """Let a part of an expression be a value."""
+        self._answers[id(part)] = value
 
     def let(self, statement: syntax.Let | syntax.LetTuple) -> None:
         """Evaluate a `let` and bind its names."""
@@ -137,7 +142,9 @@ class Evaluator:
             task, self._frame = tasks.pop()
             if self._frame.caller is not None:
                 self._count_step()
-            if isinstance(task, syntax.Name):
+            if self._answers and id(task) in self._answers:
+                results.append(self._answers[id(task)])
+            elif isinstance(task, syntax.Name):
                 results.append(self._frame.values[task.text])
             elif isinstance(task, syntax.Literal):
                 results.append(self._literal(task))
@@ -157,7 +164,7 @@ class Evaluator:
             elif isinstance(task, _Bind):
                 names = task.statement.names if isinstance(task.statement, syntax.LetTuple) else (1,)
                 self._let(task.statement, _take(results, len(names)))
-            else:
+            elif isinstance(task, _Leave):
                 self._called[task.key] = tuple(results[len(results) - task.count :])
         self._frame = outer
         return tuple(results)

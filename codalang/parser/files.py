@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import UnionType
 from typing import NamedTuple
 
 import attrs
@@ -54,8 +55,11 @@ class File:
         end = span.end_column if same_line else len(self.lines[span.line - 1]) + 1
         return Loc(self.source, span.line, span.column, end)
 
-    def find(self, name: Word, kind: type[syntax.Definition]) -> Found | None:
-        """The definition of that kind that a name means here, or None.  Raises CodaNameError where it is ambiguous."""
+    def find(self, name: Word, kind: type[syntax.Definition] | UnionType) -> Found | None:
+        """The definition of that kind, or of one of those kinds, that a name means here, or None.
+
+        Raises CodaNameError where it is ambiguous.
+        """
         found = [f for f in self.visible.get(name.text, ()) if isinstance(f.definition, kind)]
         if len(found) < 2:
             return found[0] if found else None

@@ -60,8 +60,16 @@ _Output = syntax.Store | syntax.Reduce | syntax.Fold
 
 
 def check_names(file: File) -> None:
-    """Raise CodaNameError, CodaLocalityError &c. for the first name of a file that does not mean anything."""
+    """Raise CodaNameError, CodaLocalityError &c. for the first name of a file that does not mean anything.
+
+    Those inside of programs are checked in program_names.py.
+    """
     _Names(file).check()
+
+
+def check_call(file: File, call: syntax.Call) -> None:
+    """Raise CodaNameError or CodaTypeError where a call in a program's expression is none of a function."""
+    _Names(file).auxiliary_call(call)
 
 
 @attrs.define
@@ -87,10 +95,40 @@ class _Names:
                 self._epilogue(definition)
             elif isinstance(definition, syntax.Function):
                 self._block(definition)
-            else:
+            elif isinstance(definition, syntax.State):
                 for part in parts(definition, self.file).functions:
                     self._part(part)
-        check_recursion(self.file)
+        check_recursion(self.file, syntax.Function)
+        check_recursion(self.file, syntax.Program)
+
+    def auxiliary_call(self, call: syntax.Call) -> None:
+        """Check a call in an auxiliary expression."""
+        name, loc, shown = call.function.text, self.file.locate(call.function.span), shorten(call.function.text)
+        found = self.file.find(call.function, syntax.Epilogue | syntax.Program)
+        is_function = self.file.find(call.function, syntax.Function) is not None
+        if is_function or name in BUILTINS:
+            self._call(call, None)
+        elif found is not None:
+            what = "an epilogue" if isinstance(found.definition, syntax.Epilogue) else "a program"
+            raise CodaSyntaxError(
+                f"`{shown}` is {what}, and no part of an expression",
+                loc,
+                hint=f"it is the whole right side of a line: `y = {shown}(...)`",
+            )
+        elif name in PAIRS:
+            raise CodaNameError(
+                f"`{name}` gives two values, and no part of an expression", loc, hint="use it in an epilogue"
+            )
+        elif name in self._states():
+            raise CodaNameError(
+                f"`{shown}` is a state, not a function",
+                loc,
+                hint=f"an epilogue folds values with it: `state s: col[M] = {shown}(x)`",
+            )
+        else:
+            known_ = [*self.file.names(syntax.Function), *BUILTINS, *REDUCTIONS]
+            near = suggestion(name, [*known_, *self.file.names(syntax.Epilogue), *self.file.names(syntax.Program)])
+            raise CodaNameError(f"unknown function `{shown}`", loc, hint=near or _known("functions", known_))
 
     def _twice(self, what: str, name: Word, first: Span) -> CodaError:
         notes = ((self.file.locate(first), "first defined here"),)
@@ -177,6 +215,8 @@ class _Names:
     # Statements
 
     def _statement(self, statement: syntax.Statement, scope: _Scope) -> None:
+        for value in syntax.expressions(statement):
+            self._no_program(value)
         if isinstance(statement, syntax.Keep):
             for name in statement.names:
                 self._kept(name, scope)
@@ -207,6 +247,31 @@ class _Names:
             for name in statement.names:
                 if name.text != DISCARD:
                     self._output(name, statement, scope)
+
+    def _no_program(self, root: syntax.Expression) -> None:
+        """Raise CodaSyntaxError for what only expressions of programs have."""
+        for part in syntax.walk(root):
+            if isinstance(part, syntax.Matmul):
+                raise CodaSyntaxError(
+                    "there is no matmul inside an epilogue",
+                    self.file.locate(part.operator),
+                    hint="the matmul is not written: the first parameter is its result",
+                )
+            if isinstance(part, syntax.Attribute):
+                raise CodaSyntaxError("a value has no attributes", self.file.locate(part.name.span))
+            if isinstance(part, syntax.Call):
+                self._by_position(part)
+
+    def _by_position(self, call: syntax.Call) -> None:
+        """Raise CodaSyntaxError where a function is called as only an epilogue or a program can be."""
+        if call.keywords:
+            raise CodaSyntaxError(
+                "`=` is no operator",
+                self.file.locate(call.keywords[0].name.span.to(call.keywords[0].value.span)),
+                hint="`==` compares; arguments are given by position",
+            )
+        if call.extents:
+            raise CodaSyntaxError("a function has no extents", self.file.locate(call.extents[0].span))
 
     def _output(self, name: Word, statement: _Output, scope: _Scope) -> None:
         if name.text in scope.outputs:
@@ -381,6 +446,7 @@ class _Names:
     def _call(self, call: syntax.Call, scope: _Scope | None, several: bool = False) -> None:
         """`several` results are allowed in a `let (a, b) = ...` only."""
         name = call.function.text
+        self._by_position(call)
         found = self.file.find(call.function, syntax.Function)
         if found is not None:
             function = found.definition

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from lark import Token
 
 NEWLINE = "_NEWLINE"
-OPERATORS = frozenset("OR AND COMPARISON PLUS MINUS STAR SLASH".split())
-_GLUE = OPERATORS | {"EQUAL", "_COMMA", "_COLON"}
-_KEYWORDS = frozenset("FN EPILOGUE IMPORT STATE LET STORE REDUCE SAVE RECOMPUTE RETURN".split())
+OPERATORS = frozenset("OR AND COMPARISON PLUS MINUS STAR SLASH AT".split())
+_GLUE = OPERATORS | {"EQUAL", "_COMMA", "_COLON", "DOT"}
+_KEYWORDS = frozenset("FN EPILOGUE PROGRAM IMPORT STATE LET STORE REDUCE SAVE RECOMPUTE RETURN".split())
 _MORE_FOLLOWS = _GLUE | _KEYWORDS | {"NOT", "LPAR", "LSQB", "LBRACE"}
 _CONTINUES = _GLUE | {"LBRACE", "RPAR", "RSQB"}
 _OPENING = frozenset({"LPAR", "LSQB"})
@@ -29,8 +29,7 @@ _CLOSING = frozenset({"RPAR", "RSQB"})
 class NewlineFilter:
     """Lark's hook between lexer and parser; holds no state of its own, so parsers in several threads may share it."""
 
-    # Words that no rule uses are lexed as themselves all the same.
-    always_accept = ("PROGRAM",)
+    always_accept = ()
 
     def process(self, stream: Iterator[Token]) -> Iterator[Token]:
         """The tokens with only those newlines that mean something."""

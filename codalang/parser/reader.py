@@ -64,6 +64,14 @@ class _BadNumber(Exception):
         self.text, self.span = text, span
 
 
+class _Declared(NamedTuple):
+    """The shape of a program's parameter."""
+
+    kind: syntax.Word | None
+    extents: tuple[syntax.Expression, ...]
+    span: Span
+
+
 class _Results(NamedTuple):
     """One value, or several in parentheses."""
 
@@ -137,6 +145,33 @@ class _ToSyntax(Transformer):
     def epilogue(self, *parts: Any) -> syntax.Epilogue:
         _epilogue, name, dims, _open, params, _close, _brace, block, end = parts
         return syntax.Epilogue(_word(name), dims, params or (), block, _span(end))
+
+    def program(self, *parts: Any) -> syntax.Program:
+        _program, name, _open, params, _close, _brace, block, end = parts
+        return syntax.Program(_word(name), params or (), block, _span(end))
+
+    def program_params(self, *params: syntax.ProgramParam) -> tuple[syntax.ProgramParam, ...]:
+        return params
+
+    def program_param(self, *parts: Any) -> syntax.ProgramParam:
+        name, (kind, extents, span), dtype, _equal, default = parts
+        return syntax.ProgramParam(_word(name), extents, kind, _word(dtype) if dtype else None, default, span)
+
+    def declared(self, open: Token, extents: tuple[syntax.Expression, ...] | None, close: Token) -> _Declared:
+        return _Declared(None, extents or (), _span(open).to(_span(close)))
+
+    def declared_scalar(self, kind: Token) -> _Declared:
+        return _Declared(_word(kind), (), _span(kind))
+
+    def program_block(self, *statements: syntax.Bind | syntax.Return) -> tuple[syntax.Bind | syntax.Return, ...]:
+        return statements
+
+    def bind(self, name: Token, _equal: Token, value: syntax.Expression) -> syntax.Bind:
+        return syntax.Bind((_word(name),), value, _span(name).to(value.span))
+
+    def bind_tuple(self, *parts: Any) -> syntax.Bind:
+        open_, names, _close, _equal, value = parts
+        return syntax.Bind(names, value, _span(open_).to(value.span), parenthesized=True)
 
     def names(self, *names: Token) -> tuple[syntax.Word, ...]:
         return tuple(_word(n) for n in names)
@@ -223,10 +258,26 @@ class _ToSyntax(Transformer):
         value = _CONSTANTS[str(word)]
         return syntax.Literal(value, _span(word), bare=not isinstance(value, bool))
 
-    def call(
-        self, name: Token, _open: Token, arguments: tuple[syntax.Expression, ...] | None, close: Token
-    ) -> syntax.Call:
-        return syntax.Call(_word(name), arguments or (), _span(name).to(_span(close)))
+    def call(self, *parts: Any) -> syntax.Call:
+        name, _bracket, extents, _closed, _open, arguments, close = parts
+        span = _span(name).to(_span(close))
+        keywords = tuple(a for a in arguments or () if isinstance(a, syntax.Keyword))
+        operands = tuple(a for a in arguments or () if not isinstance(a, syntax.Keyword))
+        return syntax.Call(_word(name), operands, span, keywords, extents or ())
+
+    def keyword(self, name: Token, _equal: Token, value: syntax.Expression) -> syntax.Keyword:
+        return syntax.Keyword(_word(name), value)
+
+    def call_arguments(
+        self, *arguments: syntax.Expression | syntax.Keyword
+    ) -> tuple[syntax.Expression | syntax.Keyword, ...]:
+        return arguments
+
+    def matmul(self, left: syntax.Expression, operator: Token, right: syntax.Expression) -> syntax.Matmul:
+        return syntax.Matmul(left, right, _span(operator), left.span.to(right.span))
+
+    def attribute(self, operand: syntax.Expression, _dot: Token, name: Token) -> syntax.Attribute:
+        return syntax.Attribute(operand, _word(name), operand.span.to(_span(name)))
 
     def arguments(self, *arguments: syntax.Expression) -> tuple[syntax.Expression, ...]:
         return arguments

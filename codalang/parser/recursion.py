@@ -1,4 +1,4 @@
-"""An `fn` is inlined where it is called, so it cannot call itself, not even through others."""
+"""An `fn` and a program are inlined where they are called, so they cannot call themselves, not even through others."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from codalang.parser.complaints import shorten
 from codalang.parser.files import File
 
 
-def check_recursion(file: File) -> None:
-    """Raise CodaNameError where an `fn` of a file calls itself.  Depth first, iterative.
+def check_recursion(file: File, kind: type[syntax.Function] | type[syntax.Program]) -> None:
+    """Raise CodaNameError where an `fn`, or a program, of a file calls itself.  Depth first, iterative.
 
     Files do not import each other in circles, so a circle of calls stays in one file.
     """
-    functions = {d.name.text: d for d in file.definitions if isinstance(d, syntax.Function)}
+    functions = {d.name.text: d for d in file.definitions if isinstance(d, kind)}
     finished: set[str] = set()
     for root in functions:
         path: dict[str, syntax.Call | None] = {}
@@ -23,7 +23,7 @@ def check_recursion(file: File) -> None:
 
         def enter(name: str, call: syntax.Call | None, path: dict = path, stack: list = stack) -> None:
             path[name] = call
-            stack.append((name, call, _calls(functions[name], functions)))
+            stack.append((name, call, calls_of(functions[name], functions)))
 
         if root not in finished:
             enter(root, None)
@@ -35,25 +35,34 @@ def check_recursion(file: File) -> None:
                 del path[name]
                 stack.pop()
             elif call.function.text in path:
-                raise _cycle(file, call, path)
+                raise _cycle(file, call, path, kind)
             elif call.function.text not in finished:
                 enter(call.function.text, call)
 
 
-def _cycle(file: File, last: syntax.Call, path: Mapping[str, syntax.Call | None]) -> CodaError:
+def _cycle(
+    file: File,
+    last: syntax.Call,
+    path: Mapping[str, syntax.Call | None],
+    kind: type[syntax.Function] | type[syntax.Program],
+) -> CodaError:
+    what, others = ("an `fn`", "functions") if kind is syntax.Function else ("a program", "programs")
     names = list(path)
     cycle = names[names.index(last.function.text) + 1 :]
     calls = [path[name] for name in cycle][:4]
     notes = tuple((file.locate(c.span), f"which calls `{shorten(c.function.text)}`") for c in calls if c is not None)
     return CodaNameError(
-        f"`{shorten(last.function.text)}` calls itself" + (" through other functions" if cycle else ""),
+        f"`{shorten(last.function.text)}` calls itself" + (f" through other {others}" if cycle else ""),
         file.locate(last.span),
         notes=notes,
-        hint="an `fn` is inlined where it is called, so it cannot be recursive",
+        hint=f"{what} is inlined where it is called, so it cannot be recursive",
     )
 
 
-def _calls(function: syntax.Function, functions: Mapping[str, syntax.Function]) -> Iterator[syntax.Call]:
+def calls_of(
+    function: syntax.Function | syntax.Program, functions: Mapping[str, syntax.Function | syntax.Program]
+) -> Iterator[syntax.Call]:
+    """The calls of some functions, or of some programs, that one makes."""
     for statement in function.statements:
         for expression in syntax.expressions(statement):
             for part in syntax.walk(expression):

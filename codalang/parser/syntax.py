@@ -1,12 +1,14 @@
 """What a .coda file looks like: the syntax tree, before names and types mean anything.
 
-    file       = Import*, Function*, State* and Epilogue*, in any order
+    file       = Import*, Function*, State*, Epilogue* and Program*, in any order
     Function   = fn name(params) = result, with lets before the results in a block body
     State      = state name(inputs) { clauses }
     clause     = Carry | Clause(word, statements), such as update and merge
     Epilogue   = epilogue name[dims](params) { statements }
     statement  = Let | LetTuple | Store | Reduce | Fold | Keep | Return
+    Program    = program name(params) { Bind*, Return }
     expression = Name | Literal | Apply(op, operands) | Call(function, arguments)
+               | Matmul(left, right) | Attribute(operand, name), and keywords and extents of calls: in programs only
 
 Every part knows its `Span`.
 """
@@ -73,15 +75,47 @@ class Apply:
 
 
 @attrs.frozen
+class Keyword:
+    """`name = value` among the arguments of a call."""
+
+    name: Word
+    value: Expression
+
+
+@attrs.frozen
 class Call:
-    """A call of a built-in function or of an `fn`."""
+    """A call of a built-in function or of an `fn`, or of an epilogue or a program in a program.
+
+    `extents` are those in brackets, `f[M, N](x)`.
+    """
 
     function: Word
     operands: tuple[Expression, ...]
     span: Span
+    keywords: tuple[Keyword, ...] = ()
+    extents: tuple[Expression, ...] = ()
 
 
-Expression = Name | Literal | Apply | Call
+@attrs.frozen
+class Matmul:
+    """`left @ right`; `operator` is where the `@` stands."""
+
+    left: Expression
+    right: Expression
+    operator: Span
+    span: Span
+
+
+@attrs.frozen
+class Attribute:
+    """`operand.name`, where the name must be T."""
+
+    operand: Expression
+    name: Word
+    span: Span
+
+
+Expression = Name | Literal | Apply | Call | Matmul | Attribute
 
 
 @attrs.frozen
@@ -253,6 +287,38 @@ class Epilogue:
 
 
 @attrs.frozen
+class ProgramParam:
+    """A parameter of a program: `name: [extents]: dtype = default`, or `name: kind ...` where `kind` must be scalar."""
+
+    name: Word
+    extents: tuple[Expression, ...]
+    kind: Word | None
+    dtype: Word | None
+    default: Expression | None
+    shape_span: Span
+
+
+@attrs.frozen
+class Bind:
+    """`name = value` or `(name, ...) = value`; `parenthesized` tells them apart."""
+
+    names: tuple[Word, ...]
+    value: Expression
+    span: Span
+    parenthesized: bool = False
+
+
+@attrs.frozen
+class Program:
+    """A `program`."""
+
+    name: Word
+    params: tuple[ProgramParam, ...]
+    statements: tuple[Bind | Return, ...]
+    end: Span
+
+
+@attrs.frozen
 class Import:
     """`import "file"` with the text between the quotes, or `import name` of the standard library."""
 
@@ -261,7 +327,7 @@ class Import:
     span: Span
 
 
-Definition = Function | State | Epilogue
+Definition = Function | State | Epilogue | Program
 
 
 def walk(root: Expression) -> Iterator[Expression]:
@@ -270,16 +336,22 @@ def walk(root: Expression) -> Iterator[Expression]:
     while stack:
         part = stack.pop()
         yield part
-        if isinstance(part, Apply | Call):
-            stack.extend(reversed(value_operands(part)))
+        stack.extend(reversed(value_operands(part)))
 
 
-def value_operands(part: Apply | Call) -> tuple[Expression, ...]:
+def value_operands(part: Expression) -> tuple[Expression, ...]:
     """The operands that are values: the second of `cast(x, bf16)` is not."""
-    return part.operands[:1] if isinstance(part, Call) and part.function.text == "cast" else part.operands
+    if isinstance(part, Matmul):
+        return (part.left, part.right)
+    if isinstance(part, Attribute):
+        return (part.operand,)
+    if isinstance(part, Call):
+        operands = part.operands[:1] if part.function.text == "cast" else part.operands
+        return operands + tuple(k.value for k in part.keywords) if part.keywords else operands
+    return part.operands if isinstance(part, Apply) else ()
 
 
-def expressions(statement: Statement) -> tuple[Expression, ...]:
+def expressions(statement: Statement | Bind) -> tuple[Expression, ...]:
     """The expressions that a statement evaluates; a store without a value has its name."""
     if isinstance(statement, Return):
         return statement.values
