@@ -1,0 +1,214 @@
+"""Short batches, accumulated gradients and folded weights on a Hopper GPU, beside cuBLAS.
+
+`python benchmarks/few_tiles.py [--only short gradient folded] [--out DIR] [--rounds N]`
+
+    short      M from 1 to 256 at the weights of Llama-3-8B: every configuration that `lower.split` considers, its
+               choice and estimate, and cuBLAS
+    gradient   dy.T @ x added to a bf16 and to an f32 gradient in place: every tiling, the heuristic's choice, and
+               cuBLAS without and with the addition
+    folded     a weight of gate and up concatenated, of heads half-split: forward, dgrad and accumulated gradient, with
+               the same configuration as for a weight that is one matrix
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import attrs
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests/gpu")]
+
+import gpu_compile  # noqa: E402
+import torch  # noqa: E402
+from timing import interleaved  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from codalang.lower import load, plan, run, split  # noqa: E402
+from codalang.lower.folded import Matrix, box  # noqa: E402
+from codalang.lower.spec import Config, Folding, KernelSpec, Operand  # noqa: E402
+from codalang.parser import parse  # noqa: E402
+
+SHORT = (1, 16, 64, 128, 256)
+# (N, K) of Llama-3-8B's weights
+WEIGHTS = {"o": (4096, 4096), "qkv": (6144, 4096), "gate and up": (28672, 4096), "down": (4096, 14336)}
+TOKENS = 8192
+PLAIN = parse("epilogue plain(acc: tile[M, N]) { store y: tile[M, N] = acc }").epilogues["plain"]
+ACCUMULATE = parse("epilogue accumulate(acc: tile[M, N], c: tile[M, N]) { store c: tile[M, N] = acc + c }").epilogues[
+    "accumulate"
+]
+PLAIN_SPEC = KernelSpec(PLAIN, Operand("bf16", "k", "k"), (), ("bf16",), None)
+
+Calls = dict[str, Callable[[], object]]
+
+
+@attrs.frozen
+class Comparison:
+    """Calls that are timed together; `estimates` are microseconds that a model says."""
+
+    name: str
+    calls: Calls
+    estimates: dict[str, float] = attrs.field(factory=dict)
+
+
+def _normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def _short_form(config: Config) -> str:
+    schedule = "pp" if config.ping_pong else "co"
+    tile, cluster = ("x".join(map(str, pair)) for pair in (config.tile, config.cluster))
+    split_ = f" split {config.split}" if config.split > 1 else ""
+    return f"{tile} {schedule} {cluster} ring {config.stages} slabs {config.load_stages},{config.store_stages}{split_}"
+
+
+def short() -> Iterator[Comparison]:
+    """Every candidate for a short batch."""
+    for name, (n, k) in WEIGHTS.items():
+        b = _normal(n, k)
+        for m in SHORT:
+            a = _normal(m, k)
+            found = {split.choose(PLAIN_SPEC, m, n, k): None} | dict.fromkeys(split.candidates(PLAIN_SPEC, m, n, k))
+            calls: Calls = {
+                _short_form(c): lambda a=a, b=b, c=c: run.gemm(PLAIN, a, b, {}, config=c)["y"] for c in found
+            }
+            calls["chosen"] = lambda a=a, b=b: run.gemm(PLAIN, a, b, {})["y"]
+            calls["cublas"] = lambda a=a, b=b: torch.matmul(a, b.t())
+            estimates = {_short_form(c): split.cycles(PLAIN_SPEC, c, m, n, k) / 1755 for c in found}
+            estimates["chosen"] = estimates[_short_form(next(iter(found)))]
+            yield Comparison(f"{name}, M={m} N={n} K={k}", calls, estimates)
+
+
+def gradient() -> Iterator[Comparison]:
+    """Every tiling of an accumulation in place."""
+    for name, (n, k) in WEIGHTS.items():
+        dy, x = _normal(TOKENS, n), _normal(TOKENS, k)
+        for dtype in (torch.bfloat16, torch.float32):
+            c, kind = torch.zeros(n, k, dtype=dtype, device="cuda"), run.DTYPE_NAMES[dtype]
+            spec = KernelSpec(ACCUMULATE, Operand("bf16", "mn", "mn"), (kind,), (kind,), None)
+
+            def call(config: Config | None, dy: Tensor = dy, x: Tensor = x, c: Tensor = c) -> Callable[[], object]:
+                given = {"c": c}
+                return lambda: run.gemm(ACCUMULATE, dy.T, x.T, given, dtypes={"c": c.dtype}, out=given, config=config)
+
+            chosen = plan.choose(spec, n, k, TOKENS)
+            found = [next(iter(plan._configurations(spec, tiling)), None) for tiling in plan.TILINGS]
+            wide = attrs.evolve(chosen, tile=(128, 256), cluster=(2, 1), ping_pong=False)
+            found += [
+                attrs.evolve(wide, subtile=subtile, load_stages=loads, store_stages=stores, stages=stages)
+                for subtile, loads, stores, stages in ((32, 1, 1, 3), (32, 2, 1, 3), (16, 2, 2, 3), (16, 4, 2, 3))
+            ]
+            calls = {_short_form(o) + f" sub {o.subtile}": call(o) for o in found if o and _fits(spec, o)}
+            calls[f"chosen ({_short_form(chosen)})"] = call(None)
+            calls["cublas"] = lambda dy=dy, x=x: torch.matmul(dy.T, x)
+            if dtype is torch.bfloat16:
+                calls["cublas, added"] = lambda dy=dy, x=x, c=c: torch.addmm(c, dy.T, x, out=c)
+            else:
+                calls["cublas, f32"] = lambda dy=dy, x=x: torch.mm(dy.T, x, out_dtype=torch.float32)
+                calls["cublas, f32, then added"] = lambda dy=dy, x=x, c=c: c.add_(
+                    torch.mm(dy.T, x, out_dtype=torch.float32)
+                )
+            yield Comparison(f"{name}, {kind} gradient [{n}, {k}] of {TOKENS} tokens", calls)
+
+
+def _fits(spec: KernelSpec, config: Config) -> bool:
+    return plan.shared_bytes(spec, config) <= plan.SMEM_CAPACITY
+
+
+def folded() -> Iterator[Comparison]:
+    """A weight as a matrix and folded."""
+    yield from _folded("gate and up", (2, 14336, 4096), (1, 0, 2))
+    yield from _folded("heads", (48, 2, 64, 4096), (0, 2, 1, 3))
+
+
+def _folded(name: str, extents: tuple[int, ...], order: tuple[int, ...]) -> Iterator[Comparison]:
+    w = _normal(*extents).permute(order)
+    flat = w.reshape(-1, extents[-1]).contiguous()
+    x, dy = _normal(TOKENS, extents[-1]), _normal(TOKENS, len(flat))
+    found = box(Matrix(w, w.ndim - 1))
+    assert found is not None
+    rows = found.folding
+
+    forward = split.choose(
+        attrs.evolve(PLAIN_SPEC, operand=Operand("bf16", "k", "k", b_folding=rows)), TOKENS, len(flat), extents[-1]
+    )
+    calls: Calls = {
+        how: lambda b=b: run.gemm(PLAIN, x, b, {}, config=forward) for how, b in (("flat", flat), ("folded", w))
+    }
+    yield Comparison(f"{name}: forward", calls | {"cublas": lambda: torch.matmul(x, flat.t())})
+
+    operand = Operand("bf16", "k", "mn", b_folding=Folding((), rows.rows))
+    backward = split.choose(attrs.evolve(PLAIN_SPEC, operand=operand), TOKENS, extents[-1], len(flat))
+    calls = {
+        how: lambda b=b: run.gemm(PLAIN, dy, b, {}, config=backward)
+        for how, b in (("flat", flat.T), ("folded", Matrix(w, w.ndim - 1).T))
+    }
+    yield Comparison(f"{name}: dgrad", calls | {"cublas": lambda: torch.matmul(dy, flat)})
+
+    spec = KernelSpec(ACCUMULATE, Operand("bf16", "mn", "mn"), ("bf16",), ("bf16",), None, True, None, (rows,), (rows,))
+    gradients = {"flat": torch.zeros_like(flat), "folded": torch.zeros_like(w)}
+    assert gradients["folded"].stride() == w.stride()
+    wgrad = split.choose(spec, len(flat), extents[-1], TOKENS)
+    calls = {
+        how: lambda c=c: run.gemm(ACCUMULATE, dy.T, x.T, {"c": c}, out={"c": c}, config=wgrad)
+        for how, c in gradients.items()
+    }
+    yield Comparison(f"{name}: accumulated gradient", calls | {"cublas": lambda: torch.matmul(dy.T, x)})
+
+
+GROUPS: dict[str, Callable[[], Iterator[Comparison]]] = {"short": short, "gradient": gradient, "folded": folded}
+
+
+def _library(spec: KernelSpec) -> str | None:
+    try:
+        load.library(spec)
+    except Exception as error:  # told, not raised: the others are of use
+        return f"{spec.config}: {type(error).__name__}: {error}"[:300]
+    return None
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    with gpu_compile.recorded() as specs:
+        for group in options.only:
+            for comparison in GROUPS[group]():
+                for call in comparison.calls.values():
+                    call()
+        torch.cuda.synchronize()
+    run._CALLS.clear()
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        failures = [why for why in pool.map(_library, specs) if why]
+    print(f"{len(specs)} kernels compiled, {len(failures)} failed: {failures}", flush=True)
+    results = []
+    for group in options.only:
+        for comparison in GROUPS[group]():
+            times = {name: t.median * 1e3 for name, t in interleaved(comparison.calls, rounds=options.rounds).items()}
+            results.append({"group": group, "name": comparison.name, "microseconds": times})
+            print(f"\n{group}: {comparison.name}")
+            named = [name for name in times if name.startswith(("cublas", "chosen", "flat", "folded"))]
+            best = [name for name in sorted(times, key=times.__getitem__) if name not in named]
+            for name in (*named, *(best[:4] if group == "short" else best)):
+                estimate = comparison.estimates.get(name)
+                told = "" if estimate is None else f"  estimated {estimate:8.1f}"
+                print(
+                    f"  {times[name]:8.1f} us  {times['cublas'] / times[name]:6.3f} of cuBLAS{told}  {name}", flush=True
+                )
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "few_tiles.json").write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
