@@ -20,19 +20,14 @@ from collections.abc import Collection, Sequence
 
 from codalang.autodiff.derivative import Decision, Derivative, Surroundings
 from codalang.autodiff.epilogue import derive
-from codalang.autodiff.program_activity import given
+from codalang.autodiff.program_activity import active_values, given
 from codalang.autodiff.program_apply import Application
 from codalang.autodiff.program_assemble import assemble
 from codalang.autodiff.program_derivative import ProgramDerivative
 from codalang.autodiff.program_emit import Cotangent
 from codalang.autodiff.program_flow import Flow
 from codalang.autodiff.program_fuse import passed_through, renamed
-from codalang.autodiff.program_vectors import (
-    extreme_gradient,
-    gradient_expressions,
-    is_extreme,
-    without_inner_extremes,
-)
+from codalang.autodiff.program_vectors import gradient_expressions, with_extremes_applied
 from codalang.autodiff.save import RECOMPUTE
 from codalang.errors import CodaCallError, CodaUnsupportedError
 from codalang.ir.dims import ONE
@@ -57,11 +52,10 @@ def derive_program(
     """
     wanted = _checked(program, "wrt", wrt, [p.name for p in program.params])
     present = _checked(program, "cotangents", cotangents, list(program.results))
-    named = without_inner_extremes(program)
-    walk = _Walk(named, wanted, present)
+    walk = _Walk(program, wanted, present)
     gradients = walk.run()
     flow = walk.flow
-    return assemble(program, named, flow.kept, flow.emission, flow.cotangent_of, gradients, walk.plan)
+    return assemble(program, walk.program, flow.kept, flow.emission, flow.cotangent_of, gradients, walk.plan)
 
 
 def _checked(program: Program, argument: str, names: Collection[str] | None, known: Sequence[str]) -> list[str]:
@@ -82,9 +76,11 @@ class _Walk:
     """The walk over the statements, from the last to the first."""
 
     def __init__(self, program: Program, wanted: Sequence[str], present: Sequence[str]) -> None:
-        self.program = program
+        floats = [p.name for p in program.params if p.name in wanted and p.type.dtype is Dtype.F32]
+        active = active_values(program, floats)
+        self.program = with_extremes_applied(program, active)
         self.wanted = list(wanted)
-        self.flow = Flow(program, wanted, present)
+        self.flow = Flow(self.program, active, present)
         self.plan: dict[str, tuple[Decision, ...]] = {}
         self._derivatives: dict[object, Derivative] = {}
 
@@ -117,9 +113,6 @@ class _Walk:
         wanted = [p.name for p in statement.expression.params if p.name in self.flow.active]
         if arrived is None or not wanted:
             return
-        if is_extreme(statement):
-            self._extreme(statement, arrived, wanted[0])
-            return
         (output,) = statement.expression.outputs
         derivative = self._derive(statement.expression, tuple(wanted), (output.name,), False, Surroundings())
         if len(arrived.loaded) > 1 and len(derivative.backward.outputs) > 1:
@@ -146,16 +139,6 @@ class _Walk:
         for param in wanted:
             if (gradient := derivative.gradients[param]) is not None:
                 self.flow.arrive(param, made[gradient])
-
-    def _extreme(self, statement: Vector, arrived: Cotangent, value: str) -> None:
-        """The gradient of a maximum or minimum: see `program_vectors`."""
-        total = self.flow.emission.vector_sum(arrived, ONE, f"d_{statement.result}")
-        counting, expression = extreme_gradient(
-            self.flow.kept.read(value), self.flow.kept.read(statement.result), total, statement.length
-        )
-        count = self.flow.emission.vector(counting, statement.length, f"{statement.result}_count")
-        gradient = self.flow.emission.vector(renamed(expression, {"count": count}), statement.length, f"d_{value}")
-        self.flow.arrive(value, gradient)
 
     def _apply(self, index: int, statement: Apply) -> None:
         epilogue, host = statement.epilogue, statement.host

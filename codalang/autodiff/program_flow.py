@@ -14,14 +14,12 @@ from collections.abc import Sequence
 
 import attrs
 
-from codalang.autodiff.program_activity import active_values
 from codalang.autodiff.program_assemble import replayed
 from codalang.autodiff.program_emit import Cotangent, Emission, Form
 from codalang.autodiff.program_keep import Kept
 from codalang.errors import CodaUnsupportedError, Loc
 from codalang.ir.dims import ONE
 from codalang.ir.program import Matmul, Product, Program, Statement, Vector
-from codalang.ir.types import Dtype
 
 
 class Flow:
@@ -36,11 +34,11 @@ class Flow:
         uses: how often each parameter is yet to be met as something else than an operand of a matmul.
     """
 
-    def __init__(self, program: Program, wanted: Sequence[str], present: Sequence[str]) -> None:
+    def __init__(self, program: Program, active: set[str], present: Sequence[str]) -> None:
         self.types = replayed(program).types
         self.emission = Emission()
         self.kept = Kept(program, self.types)
-        self.active = active_values(program, [n for n in wanted if self.types[n].dtype is Dtype.F32])
+        self.active = active
         self.cotangents: dict[str, Cotangent] = {}
         self.cotangent_of: dict[str, str] = {}
         for name in present:

@@ -9,14 +9,11 @@ form of auxiliary steps:
 | reduce to a row of a scalar          | that scalar, which stands for the row                            |
 | reduce to a scalar of a scalar       | that scalar, times the length                                    |
 | where(row_index() == 0, d, 0)        | d                                                                |
-
-`max` and `min` of a vector share the cotangent among the places where it is attained, as torch.amax does: an auxiliary
-step has no indices to find the first by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 
@@ -25,8 +22,7 @@ from codalang.autodiff.program_fuse import Term, fused, with_outputs
 from codalang.ir.build_program import ExpressionBuilder
 from codalang.ir.dims import ONE, Dim
 from codalang.ir.epilogue import Epilogue, Reduce, Store
-from codalang.ir.names import Namer
-from codalang.ir.program import Program, Statement, TensorType, Vector
+from codalang.ir.program import Apply, Program, Statement, TensorType, Vector
 from codalang.ir.simplify import simplify
 from codalang.ir.types import Kind, ValueType
 
@@ -73,55 +69,25 @@ def _times(epilogue: Epilogue, output: Reduce, length: Dim) -> Epilogue:
     return builder.result(output.name, builder.op("mul", builder.extent(length), places[output.value]))
 
 
-def is_extreme(statement: object) -> bool:
-    """Is it the maximum or minimum of a vector?"""
-    if not isinstance(statement, Vector):
-        return False
-    output = statement.expression.outputs[0]
-    return isinstance(output, Reduce) and output.how in ("max", "min")
-
-
-def extreme_gradient(value: str, extreme: str, cotangent: str, length: Dim) -> tuple[Epilogue, Epilogue]:
-    """How many elements of a vector attain its extreme, and its gradient; the latter reads the former as `count`.
-
-    A NaN is what the extreme of a vector with one is, and is where that is attained.
-    """
-
-    def attained(builder: ExpressionBuilder) -> int:
-        v = builder.value(value, TensorType((length,)))
-        m = builder.value(extreme, TensorType(()))
-        return builder.op("or", builder.op("eq", v, m), builder.op("ne", v, v))
-
-    counting = ExpressionBuilder()
-    ones = counting.op("where", attained(counting), counting.const(1.0), counting.const(0.0))
-    count = counting.total("count", ones, "sum")
-    builder = ExpressionBuilder()
-    mask = attained(builder)
-    share = builder.op("div", builder.value(cotangent, TensorType(())), builder.value("count", TensorType(())))
-    return count, builder.result("d", builder.op("where", mask, share, builder.const(0.0)))
-
-
-def without_inner_extremes(program: Program) -> Program:
-    """The program in which each maximum or minimum is of a vector that has a name."""
-    taken = {p.name for p in program.params} | set(program.dims)
-    taken |= {name for statement in program.statements for name in statement.makes}
-    namer = Namer(taken)
+def with_extremes_applied(program: Program, active: Collection[str]) -> Program:
+    """The program in which each maximum or minimum of a vector, if it is `active`, is an epilogue's: its derivative
+    needs to know where it is attained, which an epilogue can tell."""
+    dims = set(program.dims)
     statements: list[Statement] = []
     for statement in program.statements:
-        if isinstance(statement, Vector) and is_extreme(statement):
+        if isinstance(statement, Vector) and statement.result in active and _is_extreme(statement):
             expression = statement.expression
-            (output,) = expression.outputs
-            node = expression.nodes[output.values[0]]
-            if node.op != "param":
-                inner = namer.fresh(f"{statement.result}_of")
-                type_ = ValueType(node.type.kind, node.type.width)
-                stored = Store(inner, output.values[0], type_)
-                statements.append(Vector(inner, attrs.evolve(expression, outputs=(stored,)), statement.length))
-                builder = ExpressionBuilder()
-                value = builder.value(inner, TensorType((statement.length,)))
-                assert isinstance(output, Reduce)
-                again = builder.total(output.name, value, output.how)
-                statements.append(attrs.evolve(statement, expression=again))
-                continue
-        statements.append(statement)
+            output = expression.outputs[0]
+            assert isinstance(output, Reduce)
+            epilogue = attrs.evolve(expression, name=f"{output.how}_of_vector", dims=("M", "N"))
+            inputs = tuple((p.name, Dim.of(p.name) if p.name in dims else p.name) for p in expression.params)
+            extents = (ONE, statement.length)
+            statements.append(Apply((statement.result,), epilogue, None, inputs, extents, statement.loc))
+        else:
+            statements.append(statement)
     return attrs.evolve(program, statements=tuple(statements))
+
+
+def _is_extreme(statement: Vector) -> bool:
+    output = statement.expression.outputs[0]
+    return isinstance(output, Reduce) and output.how != "sum"
