@@ -40,7 +40,9 @@ class Timing:
         return Timing(median, low, high)
 
 
-def interleaved(calls: Mapping[str, Call], *, rounds: int = 25, warm_up: int = 3) -> dict[str, Timing]:
+def interleaved(
+    calls: Mapping[str, Call], *, rounds: int = 25, warm_up: int = 3, spin_cycles: int = SPIN_CYCLES
+) -> dict[str, Timing]:
     """Time each call once a round.  `rounds` must be at least 2."""
     for call in calls.values():
         for _ in range(warm_up):
@@ -52,7 +54,7 @@ def interleaved(calls: Mapping[str, Call], *, rounds: int = 25, warm_up: int = 3
         for name in rng.sample(list(calls), len(calls)):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             flush.zero_()
-            torch.cuda._sleep(SPIN_CYCLES)
+            torch.cuda._sleep(spin_cycles)
             begin.record()
             calls[name]()
             end.record()
