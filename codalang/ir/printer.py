@@ -1,31 +1,39 @@
 """IR -> .coda text that parses back to an equal IR.
 
 An epilogue is its parameters, its values (graph_text.py) and its outputs, after the definitions of the states that it
-uses and that are not built in.  Names are those of the hints, made unique; printing what was parsed from printed text
-gives the same text.
+uses and that are not built in; a program (program_text.py) comes after the epilogues that it applies.  Names are those
+of the hints, made unique; printing what was parsed from printed text gives the same text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import attrs
+
 from codalang.ir.builtin_states import BUILTIN_STATES
 from codalang.ir.epilogue import Epilogue, Output, Param, Reduce, State, Store
 from codalang.ir.graph_text import GraphText, print_number
 from codalang.ir.module import Module
 from codalang.ir.names import DISCARD, Namer, default_dims
+from codalang.ir.ops import OPS
+from codalang.ir.program import Program
+from codalang.ir.program_text import program_text
 from codalang.ir.states import Function, Named, StateDef
 from codalang.ir.types import Dtype, show_shape
 
-__all__ = ["print_epilogue", "print_module", "print_number", "print_state"]
+__all__ = ["print_epilogue", "print_module", "print_number", "print_program", "print_state"]
+
+# Words that no `fn` can be called.
+_FUNCTIONS = frozenset({*OPS, "neg", "i32", "split", "rotate", "sum"})
 
 INDENT = "    "
 LINE_WIDTH = 110
 
 
 def print_module(module: Module) -> str:
-    """All states and epilogues of a module as .coda text; its `fn`s are inlined already."""
-    return _print(module.states, list(module.epilogues.values()))
+    """All states, epilogues and programs of a module as .coda text; its `fn`s are inlined already."""
+    return _print(module.states, list(module.epilogues.values()), list(module.programs.values()))
 
 
 def print_epilogue(epilogue: Epilogue) -> str:
@@ -34,17 +42,31 @@ def print_epilogue(epilogue: Epilogue) -> str:
     return _print({}, [epilogue])
 
 
+def print_program(program: Program) -> str:
+    """One program as .coda text that ends with a newline, after the epilogues that it applies.  A comment where it
+    returns nothing.  Any other must pass `verify_program`."""
+    return _print({}, [], [program])
+
+
 def print_state(definition: StateDef) -> str:
     """One state definition as .coda text that ends with a newline."""
     return "\n".join([*_state_lines(definition, definition.name), ""])
 
 
-def _print(states: Mapping[str, StateDef], epilogues: Sequence[Epilogue]) -> str:
-    """The states, further ones that the epilogues use, and the epilogues, in one namespace."""
-    taken = {e.name for e in epilogues}
+def _print(states: Mapping[str, StateDef], epilogues: Sequence[Epilogue], programs: Sequence[Program] = ()) -> str:
+    """The states, further ones that the epilogues use, the epilogues, and further ones that the programs apply, and the
+    programs, in one namespace."""
+    taken = {e.name for e in epilogues} | {p.name for p in programs}
+    apart = Namer(taken)
+    called = {e: e.name for e in epilogues}
+    for epilogue in (e for p in programs if p.results for e in p.epilogues()):
+        if epilogue not in called:
+            called[epilogue] = apart.fresh(epilogue.name)
+    epilogues = [e if e.name == name else attrs.evolve(e, name=name) for e, name in called.items()]
+    taken |= set(called.values())
     used = dict.fromkeys(s.definition for e in epilogues for s in e.states)
     known = {d: d.name for d in used if BUILTIN_STATES.get(d.name) == d and d.name not in taken | states.keys()}
-    namer = Namer(taken | set(known.values()))
+    namer = Namer(taken | set(known.values()) | _FUNCTIONS)
     printed = {namer.fresh(name): definition for name, definition in states.items()}
     names = known | {definition: name for name, definition in reversed(printed.items())}
     for definition in used:
@@ -52,7 +74,8 @@ def _print(states: Mapping[str, StateDef], epilogues: Sequence[Epilogue]) -> str
             names[definition] = namer.fresh(definition.name)
             printed[names[definition]] = definition
     texts = ["\n".join([*_state_lines(definition, name), ""]) for name, definition in printed.items()]
-    return "\n".join([*texts, *(_Printer(e, names).print() if e.outputs else _nothing(e) for e in epilogues)])
+    texts += [_Printer(e, names).print() if e.outputs else _nothing(e) for e in epilogues]
+    return "\n".join([*texts, *(program_text(p, called, namer) for p in programs)])
 
 
 def _nothing(epilogue: Epilogue) -> str:

@@ -2,7 +2,7 @@
 
 The text is formatted line by line as tokens; nothing is rewrapped.  What changes:
 
-    spaces         one around operators and after commas and colons, none inside brackets, none in `2*N` and `N/2`
+    spaces         one around operators and after commas and colons, none inside brackets, none in `2*N`, `N/2`, `w.T`
     indentation    four for each open bracket or brace, and four for a statement that goes on without one
     braces         `{` ends its line and `}` has its own
     blank lines    at most one, none inside the ends of a block, one around each block
@@ -27,7 +27,7 @@ _INDENT = 4
 _OPEN = frozenset({"LPAR", "LSQB"})
 _CLOSE = frozenset({"RPAR", "RSQB"})
 _ENDS_OPERAND = frozenset({"NAME", "NUMBER", "RPAR", "RSQB", "TRUE", "FALSE", "INF", "NAN"})
-_TIGHT_BEFORE = _CLOSE | {"_COMMA", "_COLON"}
+_TIGHT_BEFORE = _CLOSE | {"_COMMA", "_COLON", "DOT"}
 
 
 def format_source(source: Source | str) -> str:
@@ -102,7 +102,7 @@ def _block_starts(tokens: list[Token]) -> Iterator[tuple[int, int]]:
     """Where definitions with braces begin."""
     start: Token | None = None
     for token in tokens:
-        if token.type in ("FN", "EPILOGUE", "STATE"):
+        if token.type in ("FN", "EPILOGUE", "STATE", "PROGRAM"):
             start = token
         elif token.type == "LBRACE" and start is not None:
             yield _place(start)
@@ -152,13 +152,13 @@ def _line(tokens: list[Token], state: _State, ends: set[tuple[int, int]]) -> _Li
 
 def _spaced(token: Token, state: _State) -> bool:
     """Whether a space goes between the token before and this one."""
-    if token.type in _TIGHT_BEFORE or state.last in _OPEN or state.unary:
+    if token.type in _TIGHT_BEFORE or state.last in _OPEN or state.last == "DOT" or state.unary:
         return False
     if token.type in _OPEN and state.last == "NAME":
         return state.first  # finalize (lse) = ...
     if token.type == "LPAR" and state.last == "RSQB":  # epilogue f[M, N](
         return False
-    in_shape = bool(state.brackets) and state.brackets[-1] == "LSQB"
+    in_shape = "LSQB" in state.brackets
     return not (in_shape and ({token.type, state.last} & {"STAR", "SLASH"}))
 
 
