@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
+import sys
+import types
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping
+from pathlib import Path
+
+import attrs
 import pytest
+import torch
 from emulation import emulated
 
-from codalang.bench import implementations, measure, workloads
+from codalang.bench import implementations, measure, plot, report, workloads
 from codalang.bench.implementations import Skipped
+from codalang.bench.report import Report, Result
+from codalang.bench.timing import Call, Timing
 from codalang.bench.workloads import PATTERNS, Width, Workload, make_operands
+from codalang.cli import main
 
 TINY = Width("tiny", 64, 96, 4, 2, 16, vocabulary=200)
 BF16_ROUNDING = 2.0**-7  # relative, in norm; one rounding gives 2**-9.2
@@ -48,3 +62,491 @@ def test_every_way_computes_the_same(name: str) -> None:
     assert "codalang" in done
     assert implementations.baseline(workload) in done
     assert len(done) == (2 if workload.pattern.group == "gemm" else 4)
+
+
+# ---- other libraries, by modules that do what theirs say they do -----------------------------------------------------
+
+
+def swiglu(pre: torch.Tensor) -> torch.Tensor:
+    gate, up = pre[..., 0::2].float(), pre[..., 1::2].float()
+    return (torch.nn.functional.silu(gate) * up).to(pre.dtype)
+
+
+def fake_liger() -> types.SimpleNamespace:
+    def fused_add_rms_norm(x, residual, weight, eps):
+        total = x + residual
+        return total * torch.rsqrt(total.float().square().mean(-1, keepdim=True) + eps).to(x.dtype) * weight, total
+
+    def rope(q, k, cos, sin):
+        def turned(heads):
+            first, second = heads.chunk(2, -1)
+            return heads * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+
+        return turned(q), turned(k)
+
+    def cross_entropy(a, b, target, reduction):
+        return torch.nn.functional.cross_entropy((a @ b.t()).float(), target, reduction=reduction)
+
+    return types.SimpleNamespace(
+        liger_fused_add_rms_norm=fused_add_rms_norm,
+        liger_swiglu=lambda gate, up: torch.nn.functional.silu(gate) * up,
+        liger_rope=rope,
+        liger_fused_linear_cross_entropy=cross_entropy,
+    )
+
+
+def fake_quack() -> types.SimpleNamespace:
+    def gemm_rms(A, B, C, norm_weight, premult_out, eps, tuned):
+        wide = (A @ B).float() + C.float()
+        premult_out.copy_(wide)
+        return (wide * norm_weight).to(A.dtype), torch.rsqrt(wide.square().mean(-1) + eps)
+
+    def gemm_norm_act(A, B, rstd, activation, store_preact, tuned):
+        assert (activation, store_preact) == ("swiglu", True)
+        pre = ((A @ B).float() * rstd[:, None]).to(A.dtype)
+        return pre, swiglu(pre)
+
+    def gemm_dgated(A, B, pre, activation, tuned):
+        with torch.enable_grad():
+            leaf = pre.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(swiglu(leaf), leaf, A @ B)
+        return gradient, swiglu(pre)
+
+    return types.SimpleNamespace(
+        gemm=lambda A, B, tuned: A @ B, gemm_rms=gemm_rms, gemm_norm_act=gemm_norm_act, gemm_dgated=gemm_dgated
+    )
+
+
+def fake_coda() -> types.SimpleNamespace:
+    def residual_rms(A, B, C, W, eps):
+        x = A @ B + C
+        return x, x * W, torch.rsqrt(x.float().square().mean(-1) + eps)
+
+    def rmsnorm_swiglu(A, B, rstd):
+        pre = ((A @ B).float() * rstd[:, None]).to(A.dtype)
+        return pre, swiglu(pre)
+
+    def rmsnorm_rope(A, B, rstd, positions, frequencies):
+        assert (positions.dtype, frequencies.shape) == (torch.int32, (B.shape[1],))
+        z = (A @ B).float() * rstd[:, None]
+        angle = positions[:, None].float() * frequencies[0::2]
+        first, second = z[:, 0::2], z[:, 1::2]
+        turned = first * angle.cos() - second * angle.sin(), first * angle.sin() + second * angle.cos()
+        return torch.stack(turned, -1).flatten(-2).to(A.dtype)
+
+    def lse_select_logits(A, B, target, ignore_index, return_lse):
+        logits = (A @ B).float()
+        lse, logit = torch.logsumexp(logits, -1), logits.gather(-1, target.long()[:, None])[:, 0]
+        return lse - logit, lse, logit.to(A.dtype)
+
+    def rms_backward(A, B, W, pre, ZdZ, rstd, dX):
+        assert (B.shape[0], ZdZ.shape, rstd.dtype) == (W.shape[0], (A.shape[0],), torch.float32)
+        d_h = (A @ B.t()).float()
+        return dX.add_((d_h * W).to(A.dtype)), (d_h * pre).sum(0), pre * W
+
+    def swiglu_backward(A, B, Z):
+        assert Z.shape == (A.shape[0], 2 * B.shape[0])
+        return Z, torch.zeros(A.shape[0]), swiglu(Z)
+
+    return types.SimpleNamespace(
+        gemm=lambda A, B: A @ B,
+        gemm_residual_partial_rmsnorm=residual_rms,
+        gemm_rmsnorm_swiglu=rmsnorm_swiglu,
+        gemm_rmsnorm_rope=rmsnorm_rope,
+        gemm_lse_select_logits=lse_select_logits,
+        gemm_residual_partial_rmsnorm_bwd=rms_backward,
+        gemm_swiglu_bwd_zdz=swiglu_backward,
+    )
+
+
+LIBRARIES = {
+    "liger": ("liger_kernel.transformers.functional", fake_liger),
+    "quack": ("quack.gemm_interface", fake_quack),
+    "coda": ("coda.core.gemm.functional", fake_coda),
+}
+# What each returns that can be compared, and so is.
+COMPARED = {
+    ("liger", "residual_rms"): {"x"},
+    ("liger", "swiglu"): {"y"},
+    ("liger", "rope"): {"y"},
+    ("liger", "logsumexp"): {"loss"},
+    ("quack", "gemm_down_nt"): {"y"},
+    ("quack", "residual_rms"): {"x", "h", "ss"},
+    ("quack", "swiglu"): {"y"},
+    ("quack", "swiglu_backward"): {"y"},
+    ("coda", "gemm_down_nt"): {"y"},
+    ("coda", "residual_rms"): {"x", "ss"},
+    ("coda", "swiglu"): {"y"},
+    ("coda", "rope"): {"y"},
+    ("coda", "logsumexp"): {"loss", "lse", "logit"},
+    ("coda", "norm_backward"): {"d_gamma"},
+    ("coda", "swiglu_backward"): {"y"},
+}
+
+
+def install(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    name, make = LIBRARIES[library]
+    for parent in itertools.accumulate(name.split("."), "{}.{}".format):
+        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+    module = types.ModuleType(name)
+    vars(module).update(vars(make()))
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize(("library", "name"), COMPARED)
+def test_other_libraries_are_called_as_they_say(library: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, library)
+    workload = tiny(name)
+    operands = make_operands(workload, "cpu")
+    errors = errors_of(implementations.implementations()[library](workload, operands), workload, operands)
+    assert set(errors) == COMPARED[library, name]
+    assert all(e < 2 * BF16_ROUNDING for e in errors.values()), errors
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_library_that_is_not_there_or_differs_is_skipped_with_a_word(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = tiny("residual_rms")
+    make, operands = implementations.implementations()[library], make_operands(workload, "cpu")
+    monkeypatch.setitem(sys.modules, LIBRARIES[library][0], None)
+    with pytest.raises(Skipped, match="cannot be imported"):
+        make(workload, operands)
+    monkeypatch.setitem(sys.modules, LIBRARIES[library][0], types.ModuleType("empty"))
+    monkeypatch.setitem(sys.modules, LIBRARIES[library][0].split(".")[0], types.ModuleType("empty"))
+    for parent in itertools.accumulate(LIBRARIES[library][0].split(".")[:-1], "{}.{}".format):
+        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+    with pytest.raises(Skipped, match="this version of .* differs"):
+        make(workload, operands)
+    with pytest.raises(Skipped, match="has no function for it"):
+        make(tiny("hosted_rope"), make_operands(tiny("hosted_rope"), "cpu"))
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+
+SPEEDS = {"codalang": 1.0, "cublas": 0.98, "copy": 0.9, "eager": 3.0, "compile": 2.0}
+
+
+def made_up(calls: Mapping[str, Call]) -> dict[str, Timing]:
+    for call in calls.values():
+        call()
+    return {name: Timing(SPEEDS[name], 0.9 * SPEEDS[name], 1.1 * SPEEDS[name]) for name in calls}
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(workloads.WIDTHS, "tiny", TINY)
+
+
+def all_reports(choice: measure.Choice, how: measure.Run | None = None, **options: object) -> list[Report]:
+    said: list[str] = []
+    with emulated():
+        return list(
+            measure.reports(
+                choice,
+                how or measure.Run(),
+                command="codalang bench --only tests",
+                say=said.append,
+                timer=made_up,
+                device="cpu",
+                compile_kernels=False,
+                **options,
+            )
+        )
+
+
+def tiny_choice(only: str = "", **fields: object) -> measure.Choice:
+    return measure.Choice(**{"only": only, "widths": ("tiny",), "tokens": (40, 24), "ways": ("eager",), **fields})
+
+
+def test_a_run_gives_a_report_per_workload_and_the_last_has_all(sizes: None) -> None:
+    found = all_reports(tiny_choice("residual_rms|gemm_down|hosted_rope"))
+    assert [len(r.results) for r in found] == list(range(1, 11))
+    last = found[-1]
+    assert [r.name for r in last.results][:2] == ["residual_rms tiny 40", "gemm_down_tn tiny 40"]
+    first = last.results[0]
+    assert first.extents == (40, 64, 96)
+    assert first.flops == 2 * 40 * 64 * 96
+    assert first.bytes == 2 * (40 * 96 + 64 * 96 + 3 * 40 * 64)
+    assert set(first.times) == {"codalang", "cublas", "eager"}
+    assert first.ratio("codalang") == pytest.approx(0.98)
+    assert set(first.errors["codalang"]) == {"x", "h", "ss"}
+    assert first.wrong == []
+    hosted = next(r for r in last.results if r.group == "hosted")
+    assert (hosted.baseline, set(hosted.times)) == ("copy", {"codalang", "copy", "eager"})
+    assert hosted.bytes == 2 * 2 * 40 * TINY.qkv
+
+
+def test_filters(sizes: None) -> None:
+    names = [w.name for w in measure.workloads(tiny_choice("swiglu .* 24", groups=("epilogue",)))]
+    assert names == ["swiglu tiny 24"]
+    every = measure.workloads(measure.Choice())
+    assert every[0].name == "residual_rms 8B 8192"  # what matters most comes first
+    assert len(every) == 9 * len(PATTERNS)
+
+
+def test_a_budget_of_time_is_kept_and_what_is_left_is_named(sizes: None) -> None:
+    ticks = itertools.count(0, 10.0)  # each look at the clock, ten seconds have passed
+    found = all_reports(tiny_choice("gemm_qkv"), measure.Run(minutes=1.5), clock=lambda: next(ticks))
+    last = found[-1]
+    done = [r.name for r in last.results]
+    assert 0 < len(done) < 6
+    assert [*done, *last.unreached] == [w.name for w in measure.workloads(tiny_choice("gemm_qkv"))]
+    assert "no time was left for: " in report.text(last)
+
+
+def test_a_way_that_fails_or_is_wrong_is_told_and_the_others_are_measured(
+    sizes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = implementations.implementations()
+
+    def fails(workload: Workload, operands: workloads.Operands) -> implementations.Way:
+        raise torch.OutOfMemoryError("no memory for it\nand a long story")
+
+    def wrong(workload: Workload, operands: workloads.Operands) -> implementations.Way:
+        way = real["eager"](workload, operands)
+        return attrs.evolve(way, restore=lambda r: {**way.restore(r), "ss": r["ss"] * 1.1}, note="by other means")
+
+    monkeypatch.setattr(implementations, "implementations", lambda: {**real, "eager": wrong, "compile": fails})
+    (found,) = all_reports(tiny_choice("residual_rms", tokens=(40,), ways=("eager", "compile")))
+    (result,) = found.results
+    assert result.skipped == {"compile": "OutOfMemoryError: no memory for it"}
+    assert result.wrong == ["eager"]
+    assert result.errors["eager"]["ss"] == pytest.approx(0.1, rel=0.1)
+    assert "eager IS WRONG" in measure.line(result)
+    shown = report.text(found)
+    assert "0.327!*" in shown
+    assert "! residual_rms tiny 40: the results of eager are not the reference's" in shown
+    assert "* eager, residual + partial RMS + weight: by other means" in shown
+    assert "skipped: compile (residual_rms tiny 40): OutOfMemoryError: no memory for it" in shown
+
+
+def test_our_own_failure_does_not_end_a_run(sizes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = implementations.implementations()
+
+    def fails(workload: Workload, operands: workloads.Operands) -> implementations.Way:
+        raise RuntimeError("the device compiler failed")
+
+    monkeypatch.setattr(implementations, "implementations", lambda: {**real, "codalang": fails})
+    (found,) = all_reports(tiny_choice("residual_rms", tokens=(40,)))
+    assert "codalang FAILED: RuntimeError: the device compiler failed" in measure.line(found.results[0])
+    assert "skipped: codalang" in report.text(found)
+    ElementTree.fromstring(plot.bars(found))
+    ElementTree.fromstring(plot.roofline(found))
+
+
+def test_nan_is_wrong() -> None:
+    assert attrs.evolve(example().results[0], errors={"eager": {"y": math.nan}}).wrong == ["eager"]
+
+
+# ---- reports ---------------------------------------------------------------------------------------------------------
+
+
+def example() -> Report:
+    def result(pattern: str, group: str, baseline: str, tokens: int, **times: float) -> Result:
+        flops = 0 if group == "hosted" else 2 * tokens * 4096 * 4096
+        return Result(
+            pattern,
+            pattern.replace("_", " "),
+            group,
+            "8B",
+            tokens,
+            (tokens, 4096, 0 if group == "hosted" else 4096),
+            flops,
+            200_000_000,
+            baseline,
+            {name: Timing(t, t, t) for name, t in times.items()},
+        )
+
+    return Report(
+        "codalang bench",
+        {"device": "GPU of tests"},
+        (
+            result("swiglu", "epilogue", "cublas", 8192, codalang=1.0, cublas=0.9, eager=4.0, compile=1.5),
+            result("rope", "epilogue", "cublas", 8192, codalang=1.0, cublas=1.0, eager=2.0),
+            result("swiglu", "epilogue", "cublas", 4096, codalang=0.5, cublas=0.5, compile=0.75),
+            result("gemm_qkv_tn", "gemm", "cublas", 8192, codalang=1.0, cublas=1.01),
+            result("hosted_rope", "hosted", "copy", 8192, codalang=0.05, copy=0.048),
+        ),
+        {"torch.mul": 7.25, "lower.run.gemm": 21.0},
+        ({"epilogue": "swiglu", "cache": "cold", "ours": 5.125, "torch": 3.0},),
+        ("rope 8B 4096",),
+        12.5,
+    )
+
+
+def test_json_reads_back_equal(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "bench.json"
+    report.write(example(), path)
+    assert report.from_json(path.read_text()) == example()
+    assert [p.name for p in path.parent.iterdir()] == ["bench.json"]
+    with pytest.raises(ValueError, match="not a report"):
+        report.from_json('{"version": 0}')
+
+
+def test_tables() -> None:
+    shown = [table.text() for table in report.tables(example())]
+    assert shown[0].splitlines() == [
+        "GEMM + epilogue, 8B, 8192 tokens: cublas's time over each, higher is better",
+        "work             M x N x K  cublas ms  codalang  eager  compile  TFLOP/s",
+        "swiglu  8192 x 4096 x 4096      0.900     0.900  0.225    0.600      275",
+        "rope    8192 x 4096 x 4096      1.000     1.000  0.500        -      275",
+    ]
+    assert [table.title.split(":")[0] for table in report.tables(example())] == [
+        "GEMM + epilogue, 8B, 8192 tokens",
+        "GEMM + epilogue, 8B, 4096 tokens",
+        "Plain GEMM, 8B, 8192 tokens",
+        "Epilogue on plain tensors, 8B, 8192 tokens",
+        "Geometric means over what was measured",
+        "The host's time per call, tiny tensors",
+        "First calls of a process, seconds",
+    ]
+    assert "hosted rope  8192 x 4096    0.048     0.960  4.00" in shown[3]
+    means = shown[4].splitlines()
+    assert means[2].split()[-2:] == [f"{0.9 ** (1 / 3):.3f}", "3"]
+    assert "GEMM + epilogue: times as fast as compile" in means[4]
+    assert means[4].split()[-2:] == ["1.500", "2"]
+    assert "5.12" in shown[6]
+
+
+def test_markdown() -> None:
+    lines = report.tables(example())[0].markdown().splitlines()
+    assert lines[2].startswith("| work | M x N x K | cublas ms | codalang |")
+    assert lines[3] == "|---|---|---|---|---|---|---|"
+    assert lines[4] == "| swiglu | 8192 x 4096 x 4096 | 0.900 | 0.900 | 0.225 | 0.600 | 275 |"
+
+
+def test_several_runs_as_one() -> None:
+    again = attrs.evolve(example().results[0], times={"codalang": Timing(0.8, 0.8, 0.8), "cublas": Timing(0.9, 1, 1)})
+    more = attrs.evolve(again, tokens=16384)
+    later = Report("codalang bench --tokens 16384", {"device": "GPU of tests"}, (again, more), seconds=1.0)
+    both = report.merged([example(), later])
+    assert both.command == "codalang bench\ncodalang bench --tokens 16384"
+    assert [r.name for r in both.results] == [*(r.name for r in example().results), "swiglu 8B 16384"]
+    assert both.results[0] == again
+    assert (both.host, both.first_calls, both.seconds) == (example().host, example().first_calls, 13.5)
+    with pytest.raises(ValueError, match="different machines"):
+        report.merged([example(), attrs.evolve(later, machine={"device": "another"})])
+
+
+def test_a_report_of_nothing() -> None:
+    empty = Report("codalang bench", {})
+    assert report.tables(empty) == []
+    assert report.text(empty).strip() == "0 s"
+    assert report.geometric_mean([]) is None
+    ElementTree.fromstring(plot.bars(empty))
+    ElementTree.fromstring(plot.roofline(empty))
+
+
+# ---- plots -----------------------------------------------------------------------------------------------------------
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(svg: str, tag: str) -> dict[str, ElementTree.Element]:
+    """Shapes by their titles."""
+    found = ElementTree.fromstring(svg).iter(SVG + tag)
+    return {shape.findtext(SVG + "title"): shape for shape in found if shape.findtext(SVG + "title")}
+
+
+def test_bars_are_as_long_as_the_times() -> None:
+    shapes = drawn(plot.bars(example()), "rect")
+    ours, eager = (
+        float(shapes[t].get("width")) for t in ("swiglu, 8B, 8192: codalang 1.111", "rope, 8B, 8192: eager 2.000")
+    )
+    assert ours / eager == pytest.approx(1.111 / 2, rel=1e-2)
+    assert not any("hosted" in title for title in shapes)
+    cut = shapes["swiglu, 8B, 8192: eager 4.444"]
+    assert float(cut.get("width")) == pytest.approx(plot.PLOT)
+
+
+def test_the_roofline_has_a_point_per_gemm_under_its_roof() -> None:
+    svg = plot.roofline(example())
+    points = drawn(svg, "circle")
+    assert len(points) == 4
+    peak = 2 * 8192 * 4096 * 4096 / 0.9 / 1e9
+    texts = [text.text for text in ElementTree.fromstring(svg).iter(SVG + "text")]
+    assert f"{peak:.0f} TFLOP/s, cuBLAS" in texts
+    assert f"{0.2 / 0.048:.2f} TB/s, a copy" in texts
+    roof = next(
+        line
+        for line in ElementTree.fromstring(svg).iter(SVG + "line")
+        if line.get("y1") == line.get("y2") and float(line.get("y1")) < plot.HIGH / 2
+    )
+    assert all(float(p.get("cy")) > float(roof.get("y1")) for p in points.values())
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@NO_GPU
+def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--json"]) == 1
+    shown = json.loads(capsys.readouterr().out)
+    assert "times kernels on a Hopper GPU" in shown["errors"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--only", "("],
+        ["--tokens", "0"],
+        ["--rounds", "1"],
+        ["--widths", "3B"],
+        ["--section", "all"],
+        ["--ways", "numpy"],
+    ],
+)
+def test_wrong_arguments(arguments: list[str]) -> None:
+    assert main(["bench", *arguments]) == 2
+
+
+def test_the_command_end_to_end(
+    sizes: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All but the GPU: times are made up, kernels stand-ins on the CPU."""
+    from codalang.bench import first_call, host
+    from codalang.cli import bench
+
+    monkeypatch.setattr(bench, "needs_hopper", lambda command: None)
+    monkeypatch.setattr(bench, "_WIDTHS", ("tiny",))
+    real = measure.reports
+    monkeypatch.setattr(
+        measure,
+        "reports",
+        lambda *a, **k: real(
+            *a, **{**k, "progress": lambda d, t: None}, timer=made_up, device="cpu", compile_kernels=False
+        ),
+    )
+    monkeypatch.setattr(host, "microseconds", lambda: {"torch.mul": 7.0})
+    monkeypatch.setattr(first_call, "measured", lambda: [{"epilogue": "swiglu", "cache": "cold", "ours": 5.0}])
+    command = ["bench", "--widths", "tiny", "--tokens", "40", "--only", "rope", "--out", str(tmp_path)]
+    with emulated():
+        assert main([*command, "--ways", "eager", "max-autotune", "--no-compile"]) == 0
+    shown = capsys.readouterr()
+    assert "scaled RoPE on QKV" in shown.out and "torch.mul" in shown.out and "cold" in shown.out
+    assert "rope tiny 40" in shown.err
+    assert {p.name for p in tmp_path.iterdir()} == {"bench.json", "bars.svg", "roofline.svg"}
+    found = report.from_json((tmp_path / "bench.json").read_text())
+    assert [r.name for r in found.results] == ["rope tiny 40", "hosted_rope tiny 40"]
+    assert set(found.results[0].times) == {"codalang", "cublas", "eager"}
+    assert found.host == {"torch.mul": 7.0}
+
+
+def test_kernels_are_known_without_a_gpu_or_memory() -> None:
+    choice = measure.Choice("residual_rms|logsumexp|hosted_norm", widths=("70B",), tokens=(16384,))
+    specs = measure.kernels(measure.workloads(choice))
+    names = [s.epilogue.name for s in specs]
+    assert {"residual_rms", "logsumexp_target", "weighted_residual_backward"} <= set(names)
+    assert [s.operand is None for s in specs if s.epilogue.name == "weighted_residual_backward"] == [True]
+    assert all(s.config for s in specs if s.operand)
+
+
+def test_the_recomputed_output_is_the_forward_s() -> None:
+    """The backward that also gives SwiGLU gives the gradients that it gave without."""
+    backward, plain_backward = PATTERNS["swiglu_backward"].epilogue(), workloads.derived("scaled_swiglu").backward
+    assert [o.name for o in backward.outputs] == ["d_acc", "d_r", "y"]
+    assert backward.outputs[:2] == plain_backward.outputs
+    assert len(backward.nodes) == len(plain_backward.nodes) + 1  # one product more: the rest is shared

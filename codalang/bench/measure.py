@@ -70,6 +70,7 @@ def measured(
     workload: Workload, names: Sequence[str], *, timer: Timer, device: str = "cuda", check: bool = True
 ) -> Result:
     """One workload.  `names`: beside ours and the points of reference."""
+    torch.manual_seed(0)
     operands = make_operands(workload, device)
     every = ways.implementations()
     ready: dict[str, Way] = {}
@@ -207,6 +208,8 @@ def reports(
         results.append(measured(workload, choice.ways, timer=timer, device=device, check=how.check))
         slowest = max(slowest, clock() - started)
         say(line(results[-1]))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the next one's tensors have other sizes
         yield attrs.evolve(report, results=tuple(results), seconds=clock() - begin)
 
 

@@ -120,6 +120,27 @@ def write(report: Report, path: Path) -> None:
     temporary.replace(path)
 
 
+def merged(reports: Sequence[Report]) -> Report:
+    """Several runs as one: of a workload, the call, the first call that several have, the last one's."""
+    results = {r.name: r for report in reports for r in report.results}
+    host = {name: us for report in reports for name, us in report.host.items()}
+    first = [report.first_calls for report in reports if report.first_calls]
+    machines: dict[str, None] = {}
+    for report in reports:
+        machines.setdefault(json.dumps(report.machine))
+    if len(machines) != 1:
+        raise ValueError("runs on different machines or versions do not go together")
+    return Report(
+        "\n".join(dict.fromkeys(report.command for report in reports)),
+        reports[0].machine,
+        tuple(results.values()),
+        host,
+        first[-1] if first else (),
+        tuple(name for name in reports[-1].unreached if name not in results),
+        sum(report.seconds for report in reports),
+    )
+
+
 def geometric_mean(values: Iterable[float]) -> float | None:
     """None of nothing."""
     logs = [math.log(value) for value in values]
@@ -157,7 +178,7 @@ def tables(report: Report) -> list[Table]:
             rows = [r for r in report.results if (r.group, r.width, r.tokens) == (group, width, tokens)]
             found.append(_results_table(group, f"{width}, {tokens} tokens", rows))
     if means := _means(report.results):
-        found.append(Table("Geometric means", means))
+        found.append(Table("Geometric means over what was measured", means))
     if report.host:
         cells = [[call, f"{us:.1f}"] for call, us in report.host.items()]
         found.append(Table("The host's time per call, tiny tensors", [["call", "us"], *cells]))
@@ -214,18 +235,22 @@ def _rate(row: Result) -> str:
 
 
 def _means(results: Sequence[Result]) -> list[list[str]]:
+    """Geometric means over the workloads of each group."""
     cells = []
     for group, title in TITLES.items():
-        ratios = [r for r in (x.ratio("codalang") for x in results if x.group == group) if r is not None]
+        rows = [r for r in results if r.group == group]
+        ratios = [ratio for ratio in (r.ratio("codalang") for r in rows) if ratio is not None]
         if ratios:
-            what = "a copy" if group == "hosted" else "cuBLAS alone"
-            cells.append([f"{title}, to {what}", f"{geometric_mean(ratios):.3f}", str(len(ratios))])
-    for way in ways_of(results):
-        both = [(x.times[way].median, x.times["codalang"].median) for x in results if {way, "codalang"} <= set(x.times)]
-        if way != "codalang" and both:
-            mean = geometric_mean(other / ours for other, ours in both)
-            cells.append([f"times as fast as {way}", f"{mean:.3f}", str(len(both))])
-    return [["what", "codalang", "of"], *cells] if cells else []
+            what = "a copy's speed" if group == "hosted" else "bare cuBLAS's speed"
+            cells.append([f"{title}: of {what}", f"{geometric_mean(ratios):.3f}", str(len(ratios))])
+        for way in ways_of(rows):
+            both = [
+                (r.times[way].median, r.times["codalang"].median) for r in rows if {way, "codalang"} <= set(r.times)
+            ]
+            if way != "codalang" and both:
+                mean = geometric_mean(other / ours for other, ours in both)
+                cells.append([f"{title}: times as fast as {way}", f"{mean:.3f}", str(len(both))])
+    return [["geometric mean", "codalang", "workloads"], *cells] if cells else []
 
 
 def remarks(report: Report) -> list[str]:
