@@ -91,14 +91,17 @@ def gemm(
         CodaCallError: a shape or dtype that does not fit, or a buffer that would be written before it is read.
         CodaUnsupportedError, CodaCompileError: see `tuned.choose` and `compile.compile_object`.
     """
-    a, a_dims = (a.tensor, a.row_dims) if isinstance(a, Matrix) else (a, a.ndim - 1)
-    b, b_dims = (b.tensor, b.row_dims) if isinstance(b, Matrix) else (b, b.ndim - 1)
+    a, a_dims = (a.tensor, a.row_dims) if isinstance(a, Matrix) else (a, -1)
+    b, b_dims = (b.tensor, b.row_dims) if isinstance(b, Matrix) else (b, -1)
     values = [inputs.get(name) for name in _loaded_names(epilogue, True)]
     outputs = (*(dtypes or {}).items(), *(_forms(out) if out else ()))
     key = (epilogue, config, samples, function, a_dims, _form(a), b_dims, _form(b), *map(_form, values), *outputs)
     call = _CALLS.get(key)
     if call is None:
-        operands = Matrix(a, a_dims), Matrix(b, b_dims)
+        operands = (
+            Matrix(a, a.ndim - 1 if a_dims < 0 else a_dims),
+            Matrix(b, b.ndim - 1 if b_dims < 0 else b_dims),
+        )
         _check_operands(*operands)
         shape = _Shape(
             epilogue, operands[0].shape[0], operands[1].shape[0], a.device, _samples(epilogue, inputs, samples)
@@ -180,8 +183,9 @@ class _Buffer:
         return tensor if self.columns is None else tensor[:, : self.columns]
 
 
-# Results of buffers; where the second argument has a tensor for one, it may be written there.
-Finish = Callable[[list[torch.Tensor], list[torch.Tensor | None]], Iterable[torch.Tensor]]
+# Results of buffers.  The second argument has the caller's buffer for each that has one: it may be written there.
+Given = list[torch.Tensor | None] | None
+Finish = Callable[[list[torch.Tensor], Given], Iterable[torch.Tensor]]
 
 
 @attrs.frozen
@@ -239,11 +243,11 @@ class _Call:
         self.launch(*tensors[: self.operands], tuple(tensors[self.operands :]), outputs, *self.tail)
         finished = {}
         for result, group in zip(self.results, buffers, strict=True):
-            given = [out.get(name) for name in result.names]
-            finals = result.finish(group, given)
-            for name, tensor, dtype, target in zip(result.names, finals, result.dtypes, given, strict=True):
-                if target is not None:
-                    finished[name] = target if tensor.data_ptr() == target.data_ptr() else _filled(target, tensor)
+            finals = result.finish(group, [out.get(name) for name in result.names] if out else None)
+            for name, tensor, dtype in zip(result.names, finals, result.dtypes, strict=True):
+                if name in out:
+                    in_place = tensor.data_ptr() == out[name].data_ptr()
+                    finished[name] = out[name] if in_place else _filled(out[name], tensor)
                 else:
                     finished[name] = tensor if tensor.dtype is dtype else tensor.to(dtype)
         return {name: finished[name] for name in self.names}
@@ -652,11 +656,11 @@ class _Shape:
         chosen = [o.result for o in group if isinstance(o, State)]
         results = [RESULT_DTYPES[name] for name in all_results]
 
-        def finish(partials: list[torch.Tensor], out: list[torch.Tensor | None]) -> Iterable[torch.Tensor]:
+        def finish(partials: list[torch.Tensor], out: Given) -> Iterable[torch.Tensor]:
             if kind is Kind.SCALAR:
                 partials = [p.reshape(-1, 1) for p in partials]
             outputs = [empty((1, partials[0].shape[1]), dtype=d, device=self.device) for d in results]
-            for i, target in zip(chosen, out, strict=True):
+            for i, target in zip(chosen, out or (), strict=False):
                 if target is not None and target.dtype is results[i]:
                     outputs[i] = target.view(1, -1)
             merge(tuple(partials), tuple(outputs))
@@ -667,8 +671,8 @@ class _Shape:
     def _by_sample(self, finish: Finish) -> Finish:
         """What a reduction of all samples side by side gives, as one row for each."""
 
-        def finish_samples(partials: list[torch.Tensor], out: list[torch.Tensor | None]) -> Iterable[torch.Tensor]:
-            flat = [None if target is None else target.view(-1) for target in out]
+        def finish_samples(partials: list[torch.Tensor], out: Given) -> Iterable[torch.Tensor]:
+            flat = [None if target is None else target.view(-1) for target in out or ()]
             return [result.view(self.samples, -1) for result in finish(partials, flat)]
 
         return finish_samples
@@ -697,25 +701,25 @@ def _as_bytes(name: str) -> Prepare | None:
     return (lambda t: t.view(torch.uint8)) if name == "bool" else None
 
 
-def _as_is(buffers: list[torch.Tensor], out: list[torch.Tensor | None]) -> Iterable[torch.Tensor]:
+def _as_is(buffers: list[torch.Tensor], out: Given) -> Iterable[torch.Tensor]:
     return buffers
 
 
-def _whole(buffers: list[torch.Tensor], out: list[torch.Tensor | None]) -> Iterable[torch.Tensor]:
+def _whole(buffers: list[torch.Tensor], out: Given) -> Iterable[torch.Tensor]:
     return [buffers[0].contiguous()]
 
 
-def _first(buffers: list[torch.Tensor], out: list[torch.Tensor | None]) -> Iterable[torch.Tensor]:
+def _first(buffers: list[torch.Tensor], out: Given) -> Iterable[torch.Tensor]:
     return [buffers[0][0]]
 
 
-def _only(buffers: list[torch.Tensor], out: list[torch.Tensor | None]) -> Iterable[torch.Tensor]:
+def _only(buffers: list[torch.Tensor], out: Given) -> Iterable[torch.Tensor]:
     return [buffers[0][0, 0]]
 
 
 def _merged(how: Callable[..., torch.Tensor], axes: tuple[int, ...]) -> Finish:
-    def finish(buffers: list[torch.Tensor], out: list[torch.Tensor | None]) -> Iterable[torch.Tensor]:
-        partial, target = buffers[0], out[0]
+    def finish(buffers: list[torch.Tensor], out: Given) -> Iterable[torch.Tensor]:
+        partial, target = buffers[0], out[0] if out else None
         if axes == (0,) and partial.shape[0] == 1:
             return [partial[0]]
         if target is not None and target.dtype is partial.dtype:
