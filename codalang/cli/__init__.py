@@ -5,6 +5,7 @@
     grad     print the derived backward                                    text.py
     emit     print a stage: IR, backward, CuTe DSL, PTX                    kernels.py
     explain  what a program moves, keeps and computes                      explain.py
+    graph    draw a program and its backward                               graph.py
     compile  to an object for sm_90a, with the device compiler's report    kernels.py
     run      on random inputs, against the reference in float64            trial.py
     bench    time kernels beside cuBLAS, torch.compile and other libraries bench.py
@@ -129,7 +130,7 @@ def _red(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from codalang.cli import bench, explain, kernels, text, trial, tune
+    from codalang.cli import bench, explain, graph, kernels, text, trial, tune
 
     parser = _Parser(
         prog="codalang",
@@ -138,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"codalang {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (text, kernels, explain, trial, bench, tune):
+    for module in (text, kernels, explain, graph, trial, bench, tune):
         module.add_commands(commands)
     return parser
 

@@ -6,23 +6,28 @@ For each epilogue, of the forward as it runs when a gradient is wanted and of th
     loads/stores activation-sized tensors, in bytes per element of [M, N]
     kept         what the backward needs of the forward, and how each value gets there
     kernel       tile, schedule, stages, shared memory, estimated registers
+
+Of programs: `explain_program`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from codalang.autodiff import Derivative
 from codalang.cli import OK, add_program, print_json
+from codalang.cli.explain_program import explain_program, lines
 from codalang.cli.kernels import COLUMNS, DEPTH, ROWS
-from codalang.cli.programs import chosen, load_program
+from codalang.cli.programs import load_program, selected
+from codalang.cli.sizes import add_sizes, given_for
 from codalang.cli.specs import DTYPES, backward_spec, column_step, forward_spec
-from codalang.cli.text import derived
+from codalang.cli.text import derived, derived_program
+from codalang.cli.traffic import primitives, show_counts
 from codalang.errors import CodaCallError, CodaError
-from codalang.ir.epilogue import Epilogue, State, Store
+from codalang.ir.epilogue import Epilogue
+from codalang.ir.program import Program
 from codalang.ir.simplify import simplify
 from codalang.ir.types import Kind
 from codalang.lower.plan import registers, shared_bytes
@@ -36,7 +41,10 @@ def add_commands(commands: Any) -> None:
     explain.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the matmul (default: bf16)")
     for name, default in (("rows", ROWS), ("columns", None), ("depth", DEPTH)):
         usual = default or f"{COLUMNS}, or the next multiple that fits"
-        explain.add_argument(f"--{name}", type=_size, default=default, help=f"of the matmul (default: {usual})")
+        explain.add_argument(
+            f"--{name}", type=_size, default=default, help=f"of an epilogue's matmul (default: {usual})"
+        )
+    add_sizes(explain, "--dims", help="of a program's dimensions; bytes are polynomials of those that are not given")
     explain.set_defaults(command=run_explain)
 
 
@@ -49,12 +57,28 @@ def _size(text: str) -> int:
 
 def run_explain(options: argparse.Namespace) -> int:
     """`codalang explain`."""
-    reports = [_explain(epilogue, options) for epilogue in chosen(load_program(options.program), options.name)]
+    items = selected(load_program(options.program), options.name)
+    programs = [item for item in items if isinstance(item, Program)]
+    epilogues = [item for item in items if isinstance(item, Epilogue)]
+    if options.sizes and not programs:
+        raise CodaCallError("an epilogue's sizes are --rows, --columns and --depth", argument="--dims")
+    sizes = given_for(programs, options.sizes) if programs else []
+    reports = [_explain_program(p, known, options.dtype) for p, known in zip(programs, sizes, strict=True)]
+    explained = [_explain(epilogue, options) for epilogue in epilogues]
     if options.json:
-        print_json(True, epilogues=reports)
+        print_json(True, **({"programs": reports} if programs else {"epilogues": explained}))
     else:
-        print("\n\n".join("\n".join(_lines(report)) for report in reports))
+        texts = [lines(report) for report in reports] + [_lines(report) for report in explained]
+        print("\n\n".join("\n".join(text) for text in texts))
     return OK
+
+
+def _explain_program(program: Program, sizes: dict[str, int], dtype: str) -> dict[str, Any]:
+    try:
+        derivative = derived_program(program)
+    except CodaError as error:  # not differentiable: the forward is explained all the same
+        return explain_program(program, None, sizes, dtype) | {"backward": None, "no_backward": error.message}
+    return explain_program(program, derivative, sizes, dtype)
 
 
 def _explain(epilogue: Epilogue, options: argparse.Namespace) -> dict[str, Any]:
@@ -91,7 +115,7 @@ def _part(epilogue: Epilogue, spec: KernelSpec) -> dict[str, Any]:
     stores = {s.name: _bytes(s.type.width, dtype) for s, dtype in spec.stores}
     return {
         "name": epilogue.name,
-        "primitives": dict(_primitives(epilogue)),
+        "primitives": primitives(epilogue),
         "loads": loads,
         "stores": stores,
         "bytes_per_element": sum(loads.values()) + sum(stores.values()),
@@ -102,22 +126,6 @@ def _part(epilogue: Epilogue, spec: KernelSpec) -> dict[str, Any]:
 def _bytes(width: Any, dtype: str) -> float:
     """Bytes per element of [M, N]."""
     return float(width) * DTYPE_BYTES[dtype]
-
-
-def _primitives(epilogue: Epilogue) -> Counter[str]:
-    """How often the body does each of the five kinds of work."""
-    counts: Counter[str] = Counter()
-    for param in epilogue.params[1:]:
-        counts["tile load" if param.type.kind is Kind.TILE else "vector load"] += 1
-    for node in epilogue.nodes:
-        if node.op not in ("param", "const"):
-            counts["map"] += 1
-    for output in epilogue.outputs:
-        if isinstance(output, Store):
-            counts["tile store" if output.type.kind is Kind.TILE else "vector store"] += 1
-        else:
-            counts["stateful transform" if isinstance(output, State) else "tile reduction"] += 1
-    return counts
 
 
 def _kernel(spec: KernelSpec) -> dict[str, Any] | None:
@@ -170,7 +178,7 @@ def _part_lines(title: str, part: dict[str, Any]) -> Iterator[str]:
     for kind in ("loads", "stores"):
         if part[kind]:
             yield f"    {kind:<10} " + ", ".join(f"{name} ({size:g})" for name, size in part[kind].items())
-    yield "    primitives " + ", ".join(f"{count} {name}" for name, count in sorted(part["primitives"].items()))
+    yield f"    primitives {show_counts(part['primitives'])}"
     kernel = part["kernel"]
     if kernel:
         tile, cluster = ("x".join(map(str, kernel[k])) for k in ("tile", "cluster"))

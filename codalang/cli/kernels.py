@@ -1,4 +1,4 @@
-"""Commands on kernels: emit, compile.  Neither needs a GPU."""
+"""Commands on kernels: emit, compile.  Neither needs a GPU.  Of a program: every distinct kernel that it launches."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from typing import Any
 import attrs
 
 from codalang.cli import OK, WRONG, add_program, print_json
-from codalang.cli.programs import chosen, load_program
+from codalang.cli.program_kernels import Kernels, kernels
+from codalang.cli.programs import load_program, selected
+from codalang.cli.sizes import add_sizes, given_for
 from codalang.cli.specs import DTYPES, backward_spec, forward_spec
-from codalang.cli.text import derived
-from codalang.errors import CodaError, CodaUnsupportedError
+from codalang.cli.text import derived, derived_program, print_programs
+from codalang.errors import CodaCallError, CodaError, CodaUnsupportedError
 from codalang.ir.epilogue import Epilogue
+from codalang.ir.module import Module
 from codalang.ir.printer import print_epilogue
+from codalang.ir.program import Program
 from codalang.ir.simplify import simplify
 from codalang.lower.plan import shared_bytes
 from codalang.lower.spec import KernelSpec
@@ -50,20 +54,58 @@ def _folder(text: str) -> Path:
 
 def _add_kernel_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the matmul (default: bf16)")
-    parser.add_argument("--backward", action="store_true", help="the derived backward's kernel, too")
+    parser.add_argument("--backward", action="store_true", help="the kernels of the derived backward, too")
+    add_sizes(parser, "--dims", help="of a program's dimensions (default: usual ones)")
 
 
 def run_emit(options: argparse.Namespace) -> int:
     """`codalang emit`."""
+    module = load_program(options.program)
     stages = []
-    for epilogue in chosen(load_program(options.program), options.name):
-        for name, text in _emit(epilogue, options):
-            stages.append({"name": name, "stage": options.stage, "text": text})
+    for item in _items(module, options):
+        texts = _emit_program(module, item, options) if isinstance(item, Program) else _emit(item, options)
+        stages += [{"name": name, "stage": options.stage, "text": text} for name, text in texts]
     if options.json:
         print_json(True, stages=stages)
     else:
         sys.stdout.write("\n".join(s["text"] if s["text"].endswith("\n") else s["text"] + "\n" for s in stages))
     return OK
+
+
+def _items(module: Module, options: argparse.Namespace) -> list[Program] | list[Epilogue]:
+    """What is asked for.  Raises CodaCallError for sizes of what has none."""
+    items = selected(module, options.name)
+    programs = [item for item in items if isinstance(item, Program)]
+    if options.sizes and not programs:
+        raise CodaCallError("an epilogue's kernel is made for any size; only programs take them", argument="--dims")
+    if programs:
+        given_for(programs, options.sizes)
+    return items
+
+
+def _emit_program(module: Module, program: Program, options: argparse.Namespace) -> list[tuple[str, str]]:
+    if options.stage == "ir":
+        shown = [program]
+        if options.backward:
+            shown.append(derived_program(program).backward)
+        return [(p.name, print_programs([p])) for p in shown]
+    if options.stage == "backward":
+        backward = derived_program(program).backward
+        return [(backward.name, print_programs([backward]))]
+    text = _generated if options.stage == "cutedsl" else _ptx
+    return [(spec.epilogue.name, text(spec)) for spec in _of_program(module, program, options).specs]
+
+
+def _of_program(module: Module, program: Program, options: argparse.Namespace) -> Kernels:
+    given = {name: size for name, size in options.sizes.items() if name in program.dims}
+    found, _ = kernels(module, program, given, options.dtype, options.backward)
+    return found
+
+
+def _generated(spec: KernelSpec) -> str:
+    from codalang.lower.codegen import generate
+
+    return generate(spec)
 
 
 def _emit(epilogue: Epilogue, options: argparse.Namespace) -> list[tuple[str, str]]:
@@ -75,12 +117,8 @@ def _emit(epilogue: Epilogue, options: argparse.Namespace) -> list[tuple[str, st
     if options.stage == "backward":
         backward = derived(epilogue).backward
         return [(backward.name, print_epilogue(backward))]
-    specs = _specs(epilogue, options)
-    if options.stage == "cutedsl":
-        from codalang.lower.codegen import generate
-
-        return [(spec.epilogue.name, generate(spec)) for spec in specs]
-    return [(spec.epilogue.name, _ptx(spec)) for spec in specs]
+    text = _generated if options.stage == "cutedsl" else _ptx
+    return [(spec.epilogue.name, text(spec)) for spec in _specs(epilogue, options)]
 
 
 def _specs(epilogue: Epilogue, options: argparse.Namespace) -> list[KernelSpec]:
@@ -110,16 +148,39 @@ def run_compile(options: argparse.Namespace) -> int:
     """`codalang compile`: objects are written to the directory, the compiler's report to standard output."""
     _needs_compiler()
     _make_folder(options.output)
-    objects = []
-    for epilogue in chosen(load_program(options.program), options.name):
-        for spec in _specs(epilogue, options):
-            objects.append(_compile(spec, options.output / f"{spec.epilogue.name}.o"))
+    module = load_program(options.program)
+    objects: list[dict[str, Any]] = []
+    fallbacks: list[str] = []
+    taken: set[str] = set()
+    for item in _items(module, options):
+        if isinstance(item, Program):
+            found = _of_program(module, item, options)
+            specs, prefix = list(found.specs), f"{item.name}."
+            fallbacks += found.fallbacks
+        else:
+            specs, prefix = _specs(item, options), ""
+        for spec in specs:
+            name = _fresh(f"{prefix}{spec.epilogue.name}", taken)
+            objects.append(_compile(spec, options.output / f"{name}.o"))
             if not options.json:
                 _print_object(objects[-1])
-    ok = not any(o["spill_bytes"] or o["serialized"] for o in objects)
+    ok = not fallbacks and not any(o["spill_bytes"] or o["serialized"] for o in objects)
     if options.json:
-        print_json(ok, objects=objects)
+        print_json(ok, objects=objects, fallbacks=fallbacks)
+    else:
+        for reason in fallbacks:
+            print(f"no kernel: {reason}")
     return OK if ok else WRONG
+
+
+def _fresh(name: str, taken: set[str]) -> str:
+    """The name of an object, numbered where kernels share theirs."""
+    fresh, number = name, 1
+    while fresh in taken:
+        number += 1
+        fresh = f"{name}.{number}"
+    taken.add(fresh)
+    return fresh
 
 
 def _compile(spec: KernelSpec, path: Path) -> dict[str, Any]:

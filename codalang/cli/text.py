@@ -7,18 +7,28 @@ import difflib
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import attrs
 
 from codalang.autodiff import Derivative, derive
 from codalang.cli import OK, WRONG, add_json, add_program, describe, print_json, report_errors
-from codalang.cli.programs import chosen, load_program, read_file
+from codalang.cli.programs import load_program, read_file, selected
 from codalang.cli.streams import write_program
-from codalang.errors import CodaError
-from codalang.ir.epilogue import Epilogue
-from codalang.ir.printer import print_epilogue
+from codalang.errors import CodaError, Source
+from codalang.ir.builtin_states import BUILTIN_STATES
+from codalang.ir.epilogue import Epilogue, State
+from codalang.ir.module import Module
+from codalang.ir.printer import print_epilogue, print_module
+from codalang.ir.program import Apply, Program
 from codalang.ir.simplify import simplify
+from codalang.ir.types import Dtype
 from codalang.parser.format import format_source
+
+if TYPE_CHECKING:
+    from codalang.autodiff.program_derivative import ProgramDerivative
 
 
 def add_commands(commands: Any) -> None:
@@ -38,7 +48,9 @@ def add_commands(commands: Any) -> None:
 
     grad = commands.add_parser("grad", help="print the derived backward as .coda")
     add_program(grad)
-    grad.add_argument("--wrt", type=names, help="parameters whose gradients are wanted, a,b (default: all)")
+    grad.add_argument(
+        "--wrt", type=names, help="parameters whose gradients are wanted, a,b (default: all that have no default)"
+    )
     grad.add_argument("--cotangents", type=names, help="outputs whose cotangents are present, x,y (default: all)")
     grad.add_argument(
         "--forward", action="store_true", help="print the forward that saves what the backward needs, too"
@@ -60,16 +72,20 @@ def run_check(options: argparse.Namespace) -> int:
             module = load_program(program)
         except CodaError as error:
             errors.append(error)
-            checked.append({"program": program, "ok": False, "epilogues": []})
+            checked.append({"program": program, "ok": False, "epilogues": [], "programs": []})
             continue
-        checked.append({"program": program, "ok": True, "epilogues": list(module.epilogues)})
+        found = {"epilogues": list(module.epilogues), "programs": list(module.programs)}
+        checked.append({"program": program, "ok": True, **found})
         if not options.json:
-            count = len(module.epilogues)
-            print(f"{program}: ok, {count} epilogue{'' if count == 1 else 's'}")
+            print(f"{program}: ok, {', '.join(_counted(kind[:-1], names) for kind, names in found.items() if names)}")
     report_errors(errors, as_json=False)
     if options.json:
         print_json(not errors, programs=checked, errors=[describe(e) for e in errors])
     return WRONG if errors else OK
+
+
+def _counted(what: str, names: list[str]) -> str:
+    return f"{len(names)} {what}{'' if len(names) == 1 else 's'}"
 
 
 def run_fmt(options: argparse.Namespace) -> int:
@@ -127,25 +143,74 @@ def _replace(path: Path, text: str) -> None:
 
 def run_grad(options: argparse.Namespace) -> int:
     """`codalang grad`: what is printed is a program again."""
-    module = load_program(options.program)
-    results = []
-    texts = []
-    for epilogue in chosen(module, options.name):
-        derivative = derived(epilogue, options.wrt, options.cotangents)
-        results.append(_describe_derivative(epilogue, derivative))
-        if options.forward:
-            texts.append(print_epilogue(derivative.forward))
-        texts.append(print_epilogue(derivative.backward))
+    results: list[dict[str, Any]] = []
+    epilogues: list[Epilogue] = []
+    programs: list[Program] = []
+    for item in selected(load_program(options.program), options.name):
+        if isinstance(item, Program):
+            made = derived_program(item, options.wrt, options.cotangents)
+            results.append(_describe_program(item, made))
+            programs += [made.forward, made.backward] if options.forward else [made.backward]
+        else:
+            derivative = derived(item, options.wrt, options.cotangents)
+            results.append(_describe_derivative(item, derivative))
+            epilogues += [derivative.forward, derivative.backward] if options.forward else [derivative.backward]
     if options.json:
         print_json(True, derivatives=results)
+    elif programs:
+        sys.stdout.write(print_programs(programs))
     else:
-        sys.stdout.write("\n".join(texts))
+        sys.stdout.write("\n".join(print_epilogue(epilogue) for epilogue in epilogues))
     return OK
+
+
+def derived_program(
+    program: Program, wrt: list[str] | None = None, cotangents: list[str] | None = None
+) -> ProgramDerivative:
+    """The derivative of a program; without `wrt` for all but scalars that have a default, which callers leave out."""
+    from codalang.autodiff import derive_program
+
+    if wrt is None:
+        wrt = [p.name for p in program.params if p.default is None and p.type.dtype is Dtype.F32]
+    return derive_program(program, wrt=wrt, cotangents=cotangents)
+
+
+def print_programs(programs: Sequence[Program]) -> str:
+    """One text of programs and the epilogues that they apply.  Of different epilogues with one name, all but the first
+    get the name of their program, too."""
+    taken: dict[str, Epilogue] = {}
+    renamed = []
+    for program in programs:
+        names: dict[Epilogue, Epilogue] = {}
+        for epilogue in program.epilogues():
+            name, number = epilogue.name, 1
+            while taken.get(name, attrs.evolve(epilogue, name=name)) != attrs.evolve(epilogue, name=name):
+                name, number = f"{program.name}_{epilogue.name}" + (f"_{number}" if number > 1 else ""), number + 1
+            names[epilogue] = taken[name] = attrs.evolve(epilogue, name=name)
+        statements = tuple(
+            attrs.evolve(s, epilogue=names[s.epilogue]) if isinstance(s, Apply) else s for s in program.statements
+        )
+        renamed.append(attrs.evolve(program, statements=statements))
+    states = {o.definition.name: o.definition for e in taken.values() for o in e.outputs if isinstance(o, State)}
+    own = {name: state for name, state in states.items() if name not in BUILTIN_STATES}
+    return print_module(Module(Source("<derived>", ""), taken, own, programs={p.name: p for p in renamed}))
 
 
 def derived(epilogue: Epilogue, wrt: list[str] | None = None, cotangents: list[str] | None = None) -> Derivative:
     """The derivative of the simplified epilogue."""
     return derive(simplify(epilogue), wrt=wrt, cotangents=cotangents)
+
+
+def _describe_program(program: Program, derivative: ProgramDerivative) -> dict[str, Any]:
+    return {
+        "name": program.name,
+        "forward": print_programs([derivative.forward]),
+        "backward": print_programs([derivative.backward]),
+        "saved": list(derivative.saved),
+        "gradients": derivative.gradients,
+        "cotangents": derivative.cotangents,
+        "loads": {name: {"source": load.source, "name": load.name} for name, load in derivative.loads.items()},
+    }
 
 
 def _describe_derivative(epilogue: Epilogue, derivative: Derivative) -> dict[str, Any]:

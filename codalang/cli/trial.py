@@ -22,19 +22,21 @@ from typing import TYPE_CHECKING, Any
 
 from codalang.cli import OK, WRONG, add_program, print_json
 from codalang.cli.programs import load_program, only
+from codalang.cli.sizes import add_sizes, show_sizes
 from codalang.errors import CodaCallError
 from codalang.ir.epilogue import Epilogue, Output, State
+from codalang.ir.program import Program
 from codalang.ir.types import Dtype, Kind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_DTYPES = ("bf16", "f16", "f32", "f64")
-_DEFAULT = {"M": 256, "N": 512, "K": 256}
-_WORSE = 1.5
-_FLOOR = 1e-5
+DTYPES = ("bf16", "f16", "f32", "f64")
+_DEFAULT = {"M": 256, "N": 512, "B": 4, "K": 256}
+WORSE = 1.5
+FLOOR = 1e-5
 # Beyond this no rounding explains a difference.
-_BOUNDS = {"bf16": 0.25, "f16": 0.03, "f32": 1e-4, "f64": 1e-9}
+BOUNDS = {"bf16": 0.25, "f16": 0.03, "f32": 1e-4, "f64": 1e-9}
 
 # Of what torch says where a tensor cannot be allocated, or its size counted.
 _NO_MEMORY = ("allocate memory", "overflow")
@@ -44,31 +46,14 @@ def add_commands(commands: Any) -> None:
     """Declare the command."""
     run = commands.add_parser("run", help="run on random inputs and compare with the reference in float64")
     add_program(run)
-    run.add_argument(
-        "--shape", type=_shape, default={}, metavar="M=..,N=..,K=..", help="sizes by the program's names, and K"
-    )
-    run.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the tensors (default: bf16)")
+    add_sizes(run, "--shape", "--dims", help="sizes by the names of dimensions; an epilogue's, and K of its matmul")
+    run.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the tensors (default: bf16)")
     run.add_argument("--seed", type=_seed, default=0, help="of the random inputs (default: 0)")
     run.add_argument("--backward", action="store_true", help="gradients as well")
     run.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where there is one"
     )
     run.set_defaults(command=run_run)
-
-
-def _shape(text: str) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, equals, number = part.partition("=")
-        name, number = name.strip(), number.strip()
-        if not equals or not (number.isascii() and number.isdigit()):
-            raise argparse.ArgumentTypeError(f"`{part}` is not NAME=NUMBER")
-        if name in sizes:
-            raise argparse.ArgumentTypeError(f"{name} is given twice")
-        if len(number.lstrip("0")) > 10 or int(number) >= 2**31:
-            raise argparse.ArgumentTypeError(f"{name} must be below 2**31")
-        sizes[name] = int(number)
-    return sizes
 
 
 def _seed(text: str) -> int:
@@ -84,27 +69,42 @@ def run_run(options: argparse.Namespace) -> int:
 
     from codalang.torch import EpilogueFunction
 
-    epilogue = only(load_program(options.program), options.name)
-    sizes = _sizes(epilogue, options.shape)
+    module = load_program(options.program)
+    item = only(module, options.name)
     device = options.device if options.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise CodaCallError("there is no CUDA device here", argument="--device")
-    with _enough_memory(sizes):
-        trial = _Trial(EpilogueFunction(epilogue), sizes, options, device)
+    if isinstance(item, Program):
+        from codalang.cli.trial_program import run_program
+
+        return run_program(module, item, options, device)
+    sizes = _sizes(item, options.sizes)
+    with enough_memory(sizes):
+        trial = _Trial(EpilogueFunction(item), sizes, options, device)
         rows = trial.compare()
         times = trial.times() if device == "cuda" else []
+    return report(item.name, sizes, options, trial.where, rows, times)
+
+
+def report(
+    name: str,
+    sizes: dict[str, int],
+    options: argparse.Namespace,
+    where: str,
+    rows: list[dict[str, Any]],
+    times: list[dict[str, Any]],
+) -> int:
+    """Print the results; the exit code."""
     ok = all(row["ok"] for row in rows)
     if options.json:
-        print_json(
-            ok, name=epilogue.name, shape=sizes, dtype=options.dtype, device=trial.where, results=rows, times=times
-        )
+        print_json(ok, name=name, shape=sizes, dtype=options.dtype, device=where, results=rows, times=times)
     else:
-        _print(epilogue, sizes, options.dtype, trial.where, rows, times)
+        _print(name, sizes, options.dtype, where, rows, times)
     return OK if ok else WRONG
 
 
 @contextlib.contextmanager
-def _enough_memory(sizes: dict[str, int]) -> Iterator[None]:
+def enough_memory(sizes: dict[str, int]) -> Iterator[None]:
     """Raises CodaCallError where tensors do not fit; torch has no type of its own for that on a CPU."""
     import torch
 
@@ -114,22 +114,22 @@ def _enough_memory(sizes: dict[str, int]) -> Iterator[None]:
         out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
         if not out_of_memory and not any(sign in str(error) for sign in _NO_MEMORY):
             raise
-        shape = ", ".join(f"{name} = {size}" for name, size in sizes.items())
         raise CodaCallError(
-            f"there is not enough memory for {shape}", argument="--shape", hint="pass smaller sizes"
+            f"there is not enough memory for {show_sizes(sizes)}", argument="--shape", hint="pass smaller sizes"
         ) from None
 
 
 def _sizes(epilogue: Epilogue, given: dict[str, int]) -> dict[str, int]:
-    """(M, N, K) under the program's own names."""
+    """M, N, B where there are samples, and K, under the program's own names."""
     symbols = (*epilogue.dims, "K")
+    defaults = [size for name, size in _DEFAULT.items() if name != "B" or len(symbols) > 3]
     for name in given:
         if name not in symbols:
             raise CodaCallError(
                 f"`{epilogue.name}` has no dimension `{name}`; its dimensions are {', '.join(symbols)}",
                 argument="--shape",
             )
-    return {symbol: given.get(symbol, default) for symbol, default in zip(symbols, _DEFAULT.values(), strict=True)}
+    return {symbol: given.get(symbol, default) for symbol, default in zip(symbols, defaults, strict=True)}
 
 
 class _Trial:
@@ -141,9 +141,11 @@ class _Trial:
         from codalang.ir.reference import TORCH_DTYPES
 
         self.function, self.epilogue = function, function.epilogue
-        self.bound = _BOUNDS[options.dtype]
+        self.bound = BOUNDS[options.dtype]
         self.dtype = {**TORCH_DTYPES, "f64": torch.float64}[options.dtype]
-        self.m, self.n, self.k = sizes.values()
+        *extents, self.k = sizes.values()
+        self.extents = tuple(extents)
+        self.m, self.n = self.extents[:2]
         self.backward = options.backward
         self.generator = torch.Generator(device).manual_seed(options.seed)
         self.device = device
@@ -166,7 +168,8 @@ class _Trial:
             inputs["w"] = (self._normal((columns, self.k)) / max(1, self.k) ** 0.5).to(self.dtype)
             params = params[1:]
         for param in params:
-            shape = ((self.m,) if param.type.kind.has_rows else ()) + (
+            rows = self.extents[2:] if param.type.kind is Kind.ROWS else [self.m] if param.type.kind.has_rows else []
+            shape = (*rows,) + (
                 (self._columns(param),) if param.type.width is not None else ()
             )
             if param.type.dtype is not Dtype.F32:
@@ -207,7 +210,7 @@ class _Trial:
         if self.on_gemm:
             result = self.function(*values)
         else:
-            result = self.function.hosted(*values, extents=(self.m, self.n))
+            result = self.function.hosted(*values, extents=self.extents)
         return [result] if isinstance(result, torch.Tensor) else list(result)
 
     def _reference(self, dtype: Any, *values: Tensor) -> list[Tensor]:
@@ -215,7 +218,7 @@ class _Trial:
         from codalang.ir import reference
 
         named = self._named(dtype, values)
-        outputs = reference.run(self.epilogue, named, dtype=dtype, extents=(self.m, self.n))
+        outputs = reference.run(self.epilogue, named, dtype=dtype, extents=self.extents)
         return list(outputs.values())
 
     def _named(self, dtype: Any, values: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -260,16 +263,16 @@ class _Trial:
         names = [o.name for o in self.epilogue.outputs]
         position = names.index(output.name)
         if output.type.dtype is Dtype.F32:
-            return _relative(found[position], expected)
+            return relative(found[position], expected)
         if not is_index(output) or not expected.numel():
             return (found[position] != expected).double().mean().item() if expected.numel() else 0.0
         assert isinstance(output, State)
         inputs = self._named(torch.float64, list(self.inputs.values()))
         there, wanted = (
-            attained(self.epilogue, output, inputs, dict(zip(names, r, strict=True)), extents=(self.m, self.n))
+            attained(self.epilogue, output, inputs, dict(zip(names, r, strict=True)), extents=self.extents)
             for r in (found, exact)
         )
-        return _relative(there, wanted)
+        return relative(there, wanted)
 
     def _gradient_rows(self, results: list[list[Tensor]], leaves: list[list[Tensor]]) -> list[dict[str, Any]]:
         """One row for each input of floats."""
@@ -292,20 +295,12 @@ class _Trial:
             found.append(list(gradients))
         names = [f"d_{name}" for name, value in self.inputs.items() if value.is_floating_point()]
         return [
-            self._row(name, mine, _relative(mine, exact), _relative(rounded, exact))
+            self._row(name, mine, relative(mine, exact), relative(rounded, exact))
             for name, mine, rounded, exact in zip(names, *found, strict=True)
         ]
 
     def _row(self, name: str, ours: Tensor, error: float, expected: float) -> dict[str, Any]:
-        likely = self.device == "cpu" or error <= max(_WORSE * expected, _FLOOR + self.k / 16 * 2**-24)
-        return {
-            "name": name,
-            "shape": list(ours.shape),
-            "dtype": str(ours.dtype).removeprefix("torch."),
-            "error": error,
-            "rounding_error": expected,
-            "ok": likely and error <= self.bound,
-        }
+        return row(name, ours, error, expected, on_cpu=self.device == "cpu", depth=self.k, bound=self.bound)
 
     def _leaf(self, value: Tensor, exact: bool) -> Tensor:
         if not value.is_floating_point():
@@ -326,7 +321,7 @@ class _Trial:
             named = dict(zip((p.name for p in self.epilogue.params), [first @ second.T, *rest], strict=True))
             from codalang.ir import reference
 
-            results = reference.run(self.epilogue, named, dtype=torch.float32, extents=(self.m, self.n))
+            results = reference.run(self.epilogue, named, dtype=torch.float32, extents=self.extents)
             return [
                 r if o.type.dtype is Dtype.I32 else r.to(self.dtype if o.type.kind is Kind.TILE else torch.float32)
                 for r, o in zip(results.values(), self.epilogue.outputs, strict=True)
@@ -341,11 +336,26 @@ class _Trial:
             "torch.compile": lambda: compiled(*values),
         }
         with torch.no_grad():
-            measured = _measure(ways)
+            measured = measure(ways)
         return [{"way": way, "milliseconds": milliseconds} for way, milliseconds in measured.items()]
 
 
-def _measure(ways: dict[str, Callable[[], Any]], rounds: int = 20) -> dict[str, float]:
+def row(
+    name: str, ours: Tensor, error: float, expected: float, *, on_cpu: bool, depth: int, bound: float
+) -> dict[str, Any]:
+    """One result's line; see the module's docstring.  `depth` is the matmul's K, the largest of several."""
+    likely = on_cpu or error <= max(WORSE * expected, FLOOR + depth / 16 * 2**-24)
+    return {
+        "name": name,
+        "shape": list(ours.shape),
+        "dtype": str(ours.dtype).removeprefix("torch."),
+        "error": error,
+        "rounding_error": expected,
+        "ok": likely and error <= bound,
+    }
+
+
+def measure(ways: dict[str, Callable[[], Any]], rounds: int = 20) -> dict[str, float]:
     """The median of each way's times, the ways taking turns so that all see the same clock."""
     import torch
 
@@ -364,7 +374,7 @@ def _measure(ways: dict[str, Callable[[], Any]], rounds: int = 20) -> dict[str, 
     return {name: round(statistics.median(times), 4) for name, times in samples.items()}
 
 
-def _relative(value: Tensor, exact: Tensor) -> float:
+def relative(value: Tensor, exact: Tensor) -> float:
     """||value - exact|| / ||exact||; infinite where one is not finite and the other is not the same."""
     import torch
 
@@ -379,15 +389,15 @@ def _relative(value: Tensor, exact: Tensor) -> float:
 
 
 def _print(
-    epilogue: Epilogue,
+    name: str,
     sizes: dict[str, int],
     dtype: str,
     where: str,
     rows: list[dict[str, Any]],
     times: list[dict[str, Any]],
 ) -> None:
-    shape = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-    print(f"{epilogue.name}: {shape}, {dtype}, on {where}")
+    shape = show_sizes(sizes)
+    print(f"{name}: {shape}, {dtype}, on {where}")
     print(f"  {'result':<16} {'shape':<18} {'dtype':<9} {'error':>10} {'rounding':>10}")
     for row in rows:
         shown = str(row["shape"])
