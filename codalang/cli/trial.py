@@ -169,9 +169,7 @@ class _Trial:
             params = params[1:]
         for param in params:
             rows = self.extents[2:] if param.type.kind is Kind.ROWS else [self.m] if param.type.kind.has_rows else []
-            shape = (*rows,) + (
-                (self._columns(param),) if param.type.width is not None else ()
-            )
+            shape = (*rows,) + ((self._columns(param),) if param.type.width is not None else ())
             if param.type.dtype is not Dtype.F32:
                 inputs[param.name] = self._drawn(param, shape)
                 continue
