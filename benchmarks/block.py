@@ -9,8 +9,9 @@
 | torch.compile  | the block in PyTorch, compiled                                                               |
 | torch eager    | the same                                                                                     |
 
-How it is measured: `timing`.  The fractions are of the speed of the GEMMs alone, in one run; memory is the peak above
-the inputs, weights and cotangents.  `--steps` times every kernel of the program alone, those on a GEMM beside cuBLAS.
+How it is measured: `codalang.bench.timing`.  The fractions are of the speed of the GEMMs alone, in one run; memory is
+the peak above the inputs, weights and cotangents.  `--steps` times every kernel of the program alone, those on a GEMM
+beside cuBLAS.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ sys.path.insert(0, str(HERE.parent))
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
-from timing import Timing, interleaved  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import codalang  # noqa: E402
+from codalang.bench.report import aligned  # noqa: E402
+from codalang.bench.timing import Timing, interleaved  # noqa: E402
 from codalang.lower.folded import Matrix  # noqa: E402
 from codalang.torch import execute, program_plan  # noqa: E402
 
@@ -342,8 +344,6 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         sys.exit("block.py needs a Hopper GPU (compute capability 9.0)")
-    from speed import table
-
     report: dict[str, object] = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -358,7 +358,7 @@ def main() -> None:
                 continue
             lines = list(found(name, options))
             report[f"{title} {name}"] = lines
-            print(f"\nLlama-3 {name}, {title}\n{table(lines)}", flush=True)
+            print(f"\nLlama-3 {name}, {title}\n{aligned(lines)}", flush=True)
             if options.out:
                 options.out.mkdir(parents=True, exist_ok=True)
                 (options.out / "block.json").write_text(json.dumps(report, indent=1))

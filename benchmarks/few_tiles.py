@@ -28,9 +28,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests/gpu")]
 
 import gpu_compile  # noqa: E402
 import torch  # noqa: E402
-from timing import interleaved  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from codalang.bench.timing import interleaved  # noqa: E402
 from codalang.lower import load, plan, run, split  # noqa: E402
 from codalang.lower.folded import Matrix, box  # noqa: E402
 from codalang.lower.spec import Config, Folding, KernelSpec, Operand  # noqa: E402

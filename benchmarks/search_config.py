@@ -1,98 +1,98 @@
 """Exhaustive search of GEMM configurations on a Hopper GPU, beside what the heuristic chooses.
 
-`python benchmarks/search_config.py [--out DIR] [--only REGEX] [--config REGEX] [--ablate]
-[--rasters N ...] [--rounds N]`
+`python benchmarks/search_config.py [--out DIR] [--only REGEX] [--config REGEX] [--ablate] [--rounds N]`
 
 `--config` limits the candidates to those whose short form (as the table shows it) matches.  `--ablate` times beside
 each candidate what its epilogue costs for a reason: `moves` loads and stores the same tiles with next to no maths,
 `plain` stores the accumulator alone.
 
-For each workload of `workloads` every candidate configuration that fits in shared memory is compiled (in parallel
-processes, through the disk cache), then all are timed interleaved with cuBLAS's GEMM alone.  The table shows the best
-few and the heuristic's; the JSON has all.  `codalang/lower/plan.py` is written from these results.
+For each workload (those of `codalang.bench.workloads`, at `--widths` and `--tokens`, and some more epilogues) every
+candidate configuration that fits in shared memory (`codalang.bench.candidates`) is compiled, in parallel processes and
+through the disk cache, then all are timed interleaved with cuBLAS's GEMM alone.  The table shows the best few and the
+heuristic's; the JSON has all.  `codalang/lower/plan.py` is written from these results.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import multiprocessing
-import os
 import re
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 
 import attrs
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch  # noqa: E402
-import workloads  # noqa: E402
-from timing import interleaved  # noqa: E402
 
+from codalang.bench.candidates import large, short  # noqa: E402
+from codalang.bench.timing import Call, interleaved  # noqa: E402
+from codalang.bench.tune import problems  # noqa: E402
+from codalang.bench.workloads import PATTERNS, WIDTHS, Pattern, Workload, derived, make_operands  # noqa: E402
 from codalang.ir.build import EpilogueBuilder  # noqa: E402
 from codalang.ir.epilogue import Epilogue  # noqa: E402
 from codalang.ir.types import Kind  # noqa: E402
-from codalang.lower import load, plan, run  # noqa: E402
-from codalang.lower.spec import Config, KernelSpec, Operand, loaded_params  # noqa: E402
+from codalang.lower import ahead, run, split  # noqa: E402
+from codalang.lower.spec import Config, KernelSpec  # noqa: E402
 
-# (tile, cluster, ping-pong)
-SHAPES = (
-    ((128, 256), (2, 1), False),
-    ((256, 128), (1, 2), False),
-    ((128, 192), (2, 1), False),
-    ((128, 192), (2, 1), True),
-    ((128, 160), (2, 1), True),
-    ((128, 128), (2, 1), True),
-    ((192, 128), (1, 2), True),
-    ((192, 128), (2, 1), True),
-    ((256, 128), (2, 1), False),
-)
-# subtile, load and store stages
-SLABS = (
-    ((32, 1, 1), (32, 2, 1), (32, 4, 1), (32, 8, 1), (32, 1, 2), (32, 2, 2), (32, 4, 2))
-    + ((64, 1, 1), (64, 2, 1), (64, 4, 1), (64, 1, 2), (64, 2, 2))
-    + ((16, 2, 2), (16, 4, 2), (16, 8, 2), (16, 4, 4))
-)
-RASTERS = (8,)  # clusters of one band along N; `--rasters` tries others
+# More epilogues, on the gate/up projection and on the gradient of its input.
+MORE = [
+    pattern
+    for name in ("swiglu", "bias_gelu")
+    for pattern in (
+        Pattern(
+            f"{name}_forward",
+            f"{name}, forward",
+            "epilogue",
+            lambda name=name: derived(name).forward,
+            lambda w, t: (t, 2 * w.ffn, w.hidden),
+        ),
+        Pattern(
+            f"{name}_derived",
+            f"{name}, derived backward",
+            "epilogue",
+            lambda name=name: derived(name).backward,
+            lambda w, t: (t, w.ffn, w.hidden),
+            ("k", "mn"),
+        ),
+    )
+]
 
 
 @attrs.frozen
 class Job:
-    """One workload: an epilogue on a GEMM of given extents and majors."""
+    """A workload, or the same GEMM with another epilogue."""
 
-    name: str
+    workload: Workload
     epilogue: Epilogue
-    m: int
-    n: int
-    k: int
-    majors: tuple[str, str]
+    what: str = ""
 
+    @property
+    def name(self) -> str:
+        """What `--only` matches."""
+        return f"{self.workload.name} {self.what}".rstrip()
+
+    @property
     def spec(self) -> KernelSpec:
-        """Its kernel, configuration left open; tiles bf16, vectors f32, as `workloads.make_inputs` makes them."""
-        operand = Operand("bf16", *self.majors)
-        dtypes = tuple("bf16" if p.type.kind is Kind.TILE else "f32" for p in loaded_params(self.epilogue, True))
-        return KernelSpec(self.epilogue, operand, dtypes, ("bf16",) * len(self.epilogue.stores), None)
+        """Its kernel, configuration left open."""
+        operands = make_operands(self.workload, "meta")
+        with problems() as found, ahead.recorded():
+            run.gemm(self.epilogue, operands.a, operands.b, self.given(operands.inputs))
+        return found[0].spec
+
+    def given(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What of the workload's inputs the epilogue takes."""
+        names = {p.name for p in self.epilogue.params}
+        return {name: value for name, value in inputs.items() if name in names}
 
 
-def jobs() -> Iterator[Job]:
-    """Every GEMM workload."""
-    for name, majors in workloads.gemms():
-        m, n, k = workloads.GEMMS[name]
-        yield Job(f"gemm {name} {majors}", workloads.PLAIN, m, n, k, workloads.MAJORS[majors])
-    for name, form in workloads.epilogues():
-        (m, n, k), k_backward = workloads.EPILOGUES[name]
-        derivative = workloads.derived(name)
-        if form == "forward on GEMM":
-            yield Job(f"{name} forward", derivative.forward, m, n, k, ("k", "k"))
-        elif form == "backward on GEMM":
-            columns = int(n * (derivative.backward.params[0].type.width or 1))
-            yield Job(f"{name} backward", derivative.backward, m, columns, k_backward, ("k", "mn"))
+def jobs(widths: list[str], tokens: list[int]) -> list[Job]:
+    """Every workload on a GEMM."""
+    patterns = [p for p in (*PATTERNS.values(), *MORE) if p.group != "hosted"]
+    chosen = [Workload(p, WIDTHS[width], count) for width in widths for count in tokens for p in patterns]
+    return [Job(workload, workload.epilogue) for workload in chosen]
 
 
 def moves(epilogue: Epilogue) -> Epilogue:
@@ -126,91 +126,69 @@ def plain(epilogue: Epilogue) -> Epilogue:
 
 def ablations(job: Job) -> list[Job]:
     """The same GEMM with less of the epilogue."""
-    return [
-        attrs.evolve(job, name=f"{job.name} {what.__name__}", epilogue=what(job.epilogue)) for what in (moves, plain)
-    ]
+    return [Job(job.workload, what(job.epilogue), what.__name__) for what in (moves, plain)]
 
 
-def candidates(job: Job, options: argparse.Namespace) -> list[Config]:
-    """Every configuration that fits, with as many stages of the ring as fit."""
-    spec = job.spec()
-    has_loads = any(p.type.kind is Kind.TILE for p, _ in spec.inputs)
-    found = {}
-    for (tile, cluster, ping_pong), (subtile, loads, stores), raster in itertools.product(
-        SHAPES, SLABS, options.rasters
-    ):
-        loads *= has_loads
-        warps_rows = tile[0] // 64 // (1 if ping_pong else 2)
-        if tile[1] % subtile or (loads and (tile[1] // subtile * warps_rows) % loads):
-            continue
-        config = Config(tile, cluster, ping_pong, 0, subtile, loads, stores, raster)
-        left = plan.SMEM_CAPACITY - plan.shared_bytes(spec, config)
-        stages = min(plan.MAX_STAGES, left // plan.ring_stage_bytes(tile))
-        if stages >= 3:
-            found[attrs.evolve(config, stages=stages)] = None
-    return [config for config in found if options.config.search(_short(config))]
+def candidates(job: Job, wanted: re.Pattern[str] = re.compile("")) -> list[Config]:
+    """Every configuration that fits."""
+    return [config for config in large(job.spec) if wanted.search(short(config))]
 
 
-def _fitted(job: Job, config: Config) -> Config:
+def fitted(spec: KernelSpec, config: Config) -> Config:
     """A configuration of another job of the same GEMM, without the slabs that this one does not need."""
-    has_loads = any(p.type.kind is Kind.TILE for p, _ in job.spec().inputs)
+    has_loads = any(p.type.kind is Kind.TILE for p, _ in spec.inputs)
     return attrs.evolve(config, load_stages=config.load_stages * has_loads)
-
-
-def _compile(spec: KernelSpec) -> str | None:
-    try:
-        load.library(spec)
-    except Exception as error:  # a candidate that does not compile is a result too
-        return f"{type(error).__name__}: {error}"[:200]
-    return None
 
 
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=re.compile, default=re.compile(""))
+    parser.add_argument("--only", type=re.compile, default=re.compile(""), help="jobs whose name matches")
     parser.add_argument("--config", type=re.compile, default=re.compile(""))
-    parser.add_argument("--rasters", type=int, nargs="+", default=RASTERS)
+    parser.add_argument("--widths", nargs="+", choices=list(WIDTHS), default=["8B"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[8192])
     parser.add_argument("--ablate", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    chosen = [job for job in jobs() if options.only.search(job.name)]
-    specs = [attrs.evolve(job.spec(), config=c) for job in chosen for c in candidates(job, options)]
-    if options.ablate:
-        specs += [
-            attrs.evolve(other.spec(), config=_fitted(other, c))
-            for job in chosen
-            for other in ablations(job)
-            for c in candidates(job, options)
-        ]
-    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
-        failures = {s: why for s, why in zip(specs, pool.map(_compile, specs), strict=True) if why}
-    print(f"{len(specs)} kernels compiled, {len(failures)} failed: {sorted(set(failures.values()))}", flush=True)
+    chosen = [job for job in jobs(options.widths, options.tokens) if options.only.search(job.name)]
+    failures = compile_all(chosen, options)
     results = []
     for job in chosen:
-        results += _search(job, options, failures)
+        results += search(job, options, failures)
+        torch.cuda.empty_cache()
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "search.json").write_text(json.dumps(results, indent=1))
 
 
-def _search(job: Job, options: argparse.Namespace, failures: dict[KernelSpec, str]) -> list[dict[str, object]]:
-    spec = job.spec()
-    a = workloads.operand(job.m, job.k, job.majors[0])
-    b = workloads.operand(job.n, job.k, job.majors[1], job.k**-0.5)
-    base = job.epilogue.params[0].type.width or 1
-    inputs = workloads.make_inputs(job.epilogue, job.m, int(job.n / base))
-    heuristic = plan.choose(spec, job.m, job.n, job.k)
-    configs = [c for c in candidates(job, options) if attrs.evolve(spec, config=c) not in failures]
-    variants = [("", job), *((o.name.split()[-1], o) for o in (ablations(job) if options.ablate else []))]
+def compile_all(chosen: list[Job], options: argparse.Namespace) -> set[KernelSpec]:
+    """Compile every candidate, and its ablations; those that fail."""
+    specs = []
+    for job in chosen:
+        configs = candidates(job, options.config)
+        for variant in [job, *(ablations(job) if options.ablate else [])]:
+            specs += [attrs.evolve(variant.spec, config=fitted(variant.spec, c)) for c in configs]
+    outcome = ahead.compile_each(specs)
+    errors = {spec: compiled.error for spec, compiled in outcome.items() if compiled.error}
+    print(f"{len(outcome)} kernels compiled, {len(errors)} failed: {sorted(set(errors.values()))}", flush=True)
+    return set(errors)
 
-    def call(program: Epilogue, config: Config | None) -> workloads.Call:
-        given = {name: value for name, value in inputs.items() if program.has_param(name)}
-        return lambda: run.gemm(program, a, b, given, config=config)
 
-    calls = {f"{what}{c}": call(o.epilogue, _fitted(o, c)) for what, o in variants for c in configs}
-    calls["heuristic"] = call(job.epilogue, None)
+def search(job: Job, options: argparse.Namespace, failures: set[KernelSpec]) -> list[dict[str, object]]:
+    """Time the candidates of a job; rows for the JSON."""
+    operands = make_operands(job.workload, "cuda")
+    a, b, spec = operands.a, operands.b, job.spec
+    variants = [job, *(ablations(job) if options.ablate else [])]
+    configs = [c for c in candidates(job, options.config) if attrs.evolve(spec, config=c) not in failures]
+
+    def call(variant: Job, config: Config) -> Call:
+        given, own = variant.given(operands.inputs), fitted(variant.spec, config)
+        return lambda: run.gemm(variant.epilogue, a, b, given, config=own)
+
+    heuristic = split.choose(spec, *job.workload.extents)
+    calls = {f"{variant.what}{c}": call(variant, c) for variant in variants for c in configs}
+    calls["heuristic"] = call(job, heuristic)
     calls["cublas"] = lambda: torch.matmul(a, b.t())
     times = interleaved(calls, rounds=options.rounds, warm_up=1)
     cublas = times["cublas"].median
@@ -219,30 +197,21 @@ def _search(job: Job, options: argparse.Namespace, failures: dict[KernelSpec, st
         return round(cublas / times[name].median, 4)
 
     rows: list[dict[str, object]] = [
-        {"job": job.name, "config": attrs.asdict(c), "ratio": ratio(str(c))}
-        | {what: ratio(f"{what}{c}") for what, _ in variants[1:]}
+        {"job": job.name, "config": attrs.asdict(c), "short": short(c), "ratio": ratio(str(c))}
+        | {variant.what: ratio(f"{variant.what}{c}") for variant in variants[1:]}
         for c in configs
     ]
-    rows.append({"job": job.name, "config": "heuristic", "ratio": ratio("heuristic")})
-    print(f"\n{job.name}: cublas {cublas:.3f} ms, heuristic {ratio('heuristic'):.3f} {_short(heuristic)}")
-    best = sorted(zip(configs, rows, strict=False), key=lambda pair: -float(str(pair[1]["ratio"])))
-    for config, row in best[: None if options.ablate else 8]:
-        shown = "".join(f"{what} {row[what]:.3f}  " for what, _ in variants[1:])
-        print(f"   {row['ratio']:.3f}  {shown}{_short(config)}")
-    by_shape: dict[str, float] = {}
-    for config, row in best:
-        shape = f"{config.tile[0]}x{config.tile[1]}{'pp' if config.ping_pong else 'co'}"
-        by_shape.setdefault(shape, float(str(row["ratio"])))
+    rows.sort(key=lambda row: -float(str(row["ratio"])))
+    print(f"\n{job.name}: cublas {cublas:.3f} ms, heuristic {ratio('heuristic'):.3f} {short(heuristic)}")
+    for row in rows[: None if options.ablate else 8]:
+        shown = "".join(f"{variant.what} {row[variant.what]:.3f}  " for variant in variants[1:])
+        print(f"   {row['ratio']:.3f}  {shown}{row['short']}")
+    by_shape: dict[str, object] = {}
+    for row in rows:
+        by_shape.setdefault(" ".join(str(row["short"]).split()[:2]), row["ratio"])
     print("   " + "  ".join(f"{s} {r:.3f}" for s, r in by_shape.items()), flush=True)
-    return rows
-
-
-def _short(c: Config) -> str:
-    schedule = "pp" if c.ping_pong else "co"
-    return (
-        f"{c.tile[0]}x{c.tile[1]} {schedule} cluster {c.cluster} stages {c.stages} sub {c.subtile} "
-        f"load {c.load_stages} store {c.store_stages} raster {c.raster}"
-    )
+    own = {"job": job.name, "config": "heuristic", "short": short(heuristic), "ratio": ratio("heuristic")}
+    return [*rows, own]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +167,13 @@ class Table:
         """As Markdown, the title in a line of its own."""
         lines = ["| " + " | ".join(row) + " |" for row in self.cells]
         return "\n".join([self.title, "", lines[0], "|" + "---|" * len(self.cells[0]), *lines[1:]])
+
+
+def aligned(rows: Sequence[Mapping[str, object]]) -> str:
+    """Rows of equal keys as an aligned table, the keys its heading."""
+    if not rows:
+        return "(nothing)"
+    return Table("", [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]).text().lstrip("\n")
 
 
 def tables(report: Report) -> list[Table]:

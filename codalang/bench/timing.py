@@ -20,7 +20,7 @@ import torch
 
 Call = Callable[[], object]
 
-# Twice what any call here costs the host; at 2 GHz.
+# Twice what a call of a few launches costs the host; at 2 GHz.
 SPIN_CYCLES = 2_000_000
 FLUSH_BYTES = 256 * 2**20
 
@@ -40,8 +40,15 @@ class Timing:
         return Timing(median, low, high)
 
 
-def interleaved(calls: Mapping[str, Call], *, rounds: int = 25, warm_up: int = 3) -> dict[str, Timing]:
-    """Time each call once a round.  `rounds` must be at least 2."""
+def interleaved(
+    calls: Mapping[str, Call], *, rounds: int = 25, warm_up: int = 3, spin_cycles: int = SPIN_CYCLES
+) -> dict[str, Timing]:
+    """Time each call once a round.
+
+    Args:
+        rounds: at least 2.
+        spin_cycles: that the device spins while the host enqueues a call; more than that takes.
+    """
     for call in calls.values():
         for _ in range(warm_up):
             call()
@@ -52,7 +59,7 @@ def interleaved(calls: Mapping[str, Call], *, rounds: int = 25, warm_up: int = 3
         for name in rng.sample(list(calls), len(calls)):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             flush.zero_()
-            torch.cuda._sleep(SPIN_CYCLES)
+            torch.cuda._sleep(spin_cycles)
             begin.record()
             calls[name]()
             end.record()
