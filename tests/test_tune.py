@@ -65,6 +65,15 @@ def test_what_was_remembered_is_chosen(store: Cache) -> None:
     assert tuned.choose(attrs.evolve(spec, config=heuristic), *EXTENTS, GPU) == config  # what it had does not count
 
 
+def test_what_was_remembered_can_be_ignored(store: Cache) -> None:
+    spec = spec_of("scaled_swiglu")
+    heuristic, config = split.choose(spec, *EXTENTS), other_than_heuristic(spec)
+    tuned.remember(spec, *EXTENTS, "GPU of tests", config)
+    with tuned.ignored():
+        assert tuned.choose(spec, *EXTENTS, GPU) == heuristic
+    assert tuned.choose(spec, *EXTENTS, GPU) == config
+
+
 def test_what_was_remembered_is_of_one_gpu_kernel_and_size(store: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of("scaled_swiglu")
     tuned.remember(spec, *EXTENTS, "GPU of tests", other_than_heuristic(spec))

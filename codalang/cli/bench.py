@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import shlex
 import sys
@@ -46,6 +47,7 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--rounds", type=_rounds, default=15, help="how often each is timed (default: 15)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start nothing that would end later")
     parser.add_argument("--no-check", dest="check", action="store_false", help="do not compare results with float64")
+    parser.add_argument("--tuned", action="store_true", help="let ours take what `codalang tune` found")
     parser.add_argument("--compile-only", action="store_true", help="compile the kernels, and time nothing; no GPU")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where bench.json, bars.svg and roofline.svg go")
     add_json(parser)
@@ -77,6 +79,7 @@ def _rounds(text: str) -> int:
 def run_bench(options: argparse.Namespace) -> int:
     """`codalang bench`: what is done is told on standard error as it goes, the tables are printed at the end."""
     from codalang.bench import measure, report
+    from codalang.lower import tuned
 
     ways = [w for w in options.ways if not (options.no_compile and w in ("compile", "max-autotune"))]
     choice = measure.Choice(
@@ -91,11 +94,12 @@ def run_bench(options: argparse.Namespace) -> int:
     needs_hopper("bench")
     how = measure.Run(options.rounds, options.minutes, options.check)
     found: Report | None = None
-    for found in measure.reports(choice, how, command=command_line(), say=say, progress=progress_bar("compiling")):
-        if options.out:
-            report.write(found, options.out / "bench.json")
-    found = found or report.Report(command_line(), measure.machine())
-    found = _with_others(found, options, 60 * options.minutes)
+    with contextlib.nullcontext() if options.tuned else tuned.ignored():
+        for found in measure.reports(choice, how, command=command_line(), say=say, progress=progress_bar("compiling")):
+            if options.out:
+                report.write(found, options.out / "bench.json")
+        found = found or report.Report(command_line(), measure.machine())
+        found = _with_others(found, options, 60 * options.minutes)
     if options.out:
         _write(found, options.out)
     if options.json:

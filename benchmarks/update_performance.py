@@ -1,0 +1,135 @@
+"""Writes the figures of docs/performance.md from the files that the measuring commands write: none is typed by hand.
+
+    python benchmarks/update_performance.py [--bench BENCH.json ...] [--search SEARCH.json ...]
+
+`--bench` takes reports of `codalang bench --out DIR` (of a workload that several have, the last counts), `--search`
+results of `benchmarks/search_config.py --out DIR`.  They are kept in docs/bench/, with the plots, and the page's blocks
+are made of what is kept there; without arguments they are made again.  A block stands between two comments:
+
+    <!-- figures: NAME -->  ...  <!-- end -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from codalang.bench import plot, report  # noqa: E402
+from codalang.bench.report import Report, Table  # noqa: E402
+
+PAGE = ROOT / "docs/performance.md"
+KEPT = ROOT / "docs/bench"
+BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Rows = list[dict[str, Any]]
+
+
+def machine(found: Report) -> str:
+    """The command, and what it ran on."""
+    facts = ", ".join(f"{key} {value}" for key, value in found.machine.items())
+    return f"```\n{found.command}\n```\n\n{facts}; {found.seconds:.0f} s."
+
+
+def tables(found: Report, *starts: str) -> str:
+    """The tables whose titles begin so."""
+    shown = [table.markdown() for table in report.tables(found) if table.title.startswith(starts)]
+    return "\n\n".join(shown) or "Not measured in this run."
+
+
+def plots(found: Report) -> str:
+    """Links to the plots."""
+    return "![time over the bare GEMM's](bench/bars.svg)\n\n![roofline](bench/roofline.svg)"
+
+
+def remarks(found: Report) -> str:
+    """What the tables leave out."""
+    return "\n".join(f"- {line.replace('* ', '', 1)}" for line in report.remarks(found)) or "Nothing was left out."
+
+
+BENCH: dict[str, Callable[[Report], str]] = {
+    "run": machine,
+    "epilogues": lambda found: tables(found, report.TITLES["epilogue"]),
+    "gemms": lambda found: tables(found, report.TITLES["gemm"]),
+    "hosted": lambda found: tables(found, report.TITLES["hosted"]),
+    "means": lambda found: tables(found, "Geometric means"),
+    "host": lambda found: tables(found, "The host's time"),
+    "first-calls": lambda found: tables(found, "First calls"),
+    "plots": plots,
+    "remarks": remarks,
+}
+
+
+def search(rows: Rows) -> str:
+    """Per job, the best configuration found and the heuristic's."""
+    cells = [["work", "heuristic", "best found", "heuristic of best", "the best is"]]
+    jobs = dict.fromkeys(str(row["job"]) for row in rows)
+    shares = []
+    for job in jobs:
+        own = next(row for row in rows if row["job"] == job and row["config"] == "heuristic")
+        best = max((row for row in rows if row["job"] == job), key=lambda row: row["ratio"])
+        shares.append(own["ratio"] / best["ratio"])
+        cells.append([job, f"{own['ratio']:.3f}", f"{best['ratio']:.3f}", f"{shares[-1]:.3f}", best["short"]])
+    cells.append(["least of all", "", "", f"{min(shares):.3f}", ""])
+    return Table("Speed as a fraction of the bare cuBLAS GEMM's", cells).markdown()
+
+
+def rendered(page: str, found: Report | None, rows: Rows | None) -> str:
+    """The page with every block made anew.  Raises KeyError for a block of no such name."""
+
+    def block(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name == "search":
+            text = search(rows) if rows else "No search is recorded yet."
+        else:
+            make = BENCH[name]
+            text = make(found) if found else "No run is recorded yet."
+        return f"{match[1]}\n{text}\n\n{match[3]}"
+
+    return BLOCK.sub(block, page)
+
+
+def kept_report(folder: Path = KEPT) -> Report | None:
+    """The report that the page shows."""
+    path = folder / "bench.json"
+    return report.from_json(path.read_text()) if path.exists() else None
+
+
+def kept_search(folder: Path = KEPT) -> Rows | None:
+    """The search that the page shows."""
+    path = folder / "search.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def keep(bench: list[Path], searches: list[Path], folder: Path = KEPT) -> None:
+    """Keep the files of measuring commands, with the plots."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if bench:
+        found = report.merged([report.from_json(path.read_text()) for path in bench])
+        report.write(found, folder / "bench.json")
+        (folder / "bars.svg").write_text(plot.bars(found))
+        (folder / "roofline.svg").write_text(plot.roofline(found))
+    if searches:
+        rows = {(row["job"], str(row["config"])): row for path in searches for row in json.loads(path.read_text())}
+        (folder / "search.json").write_text(json.dumps(list(rows.values()), indent=1) + "\n")
+
+
+def main() -> None:
+    """Keep what is given, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bench", nargs="+", type=Path, default=[])
+    parser.add_argument("--search", nargs="+", type=Path, default=[])
+    options = parser.parse_args()
+    keep(options.bench, options.search)
+    PAGE.write_text(rendered(PAGE.read_text(), kept_report(), kept_search()))
+
+
+if __name__ == "__main__":
+    main()

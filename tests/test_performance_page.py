@@ -1,0 +1,72 @@
+"""docs/performance.md: its figures are those of the kept files, and the script that writes them does so."""
+
+from __future__ import annotations
+
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import attrs
+import pytest
+from test_bench import example
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import update_performance as page  # noqa: E402
+
+from codalang.bench import report  # noqa: E402
+
+SEARCH = [
+    {"job": "swiglu 8B 8192", "config": {"tile": [128, 256]}, "short": "128x256 co", "ratio": 0.99},
+    {"job": "swiglu 8B 8192", "config": {"tile": [192, 128]}, "short": "192x128 pp", "ratio": 1.0},
+    {"job": "swiglu 8B 8192", "config": "heuristic", "short": "128x256 co", "ratio": 0.985},
+]
+
+
+def test_the_page_shows_what_is_kept() -> None:
+    text = page.PAGE.read_text()
+    assert page.rendered(text, page.kept_report(), page.kept_search()) == text
+
+
+def test_the_page_has_every_block_once() -> None:
+    names = [match["name"] for match in page.BLOCK.finditer(page.PAGE.read_text())]
+    assert sorted(names) == sorted([*page.BENCH, "search"])
+
+
+def test_no_figure_is_typed_between_the_blocks() -> None:
+    """Ratios, times and speeds, that is: decimal fractions.  1.00 is what the scale is explained by."""
+    prose = page.BLOCK.sub("", page.PAGE.read_text())
+    assert [word for word in prose.split() if any(c.isdigit() for c in word) and "." in word.strip(".,:;")] == ["1.00"]
+
+
+def test_the_script_keeps_runs_and_writes_figures(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    runs = []
+    for name, found in (("a", example()), ("b", attrs.evolve(example(), command="codalang bench --again"))):
+        runs.append(tmp_path / f"{name}.json")
+        report.write(found, runs[-1])
+    (tmp_path / "search.json").write_text(json.dumps(SEARCH))
+    page.keep(runs, [tmp_path / "search.json"], kept)
+    assert {p.name for p in kept.iterdir()} == {"bench.json", "bars.svg", "roofline.svg", "search.json"}
+    for plot in ("bars.svg", "roofline.svg"):
+        ElementTree.parse(kept / plot)
+    found, rows = page.kept_report(kept), page.kept_search(kept)
+    text = page.rendered(page.PAGE.read_text(), found, rows)
+    for shown in (
+        "codalang bench\ncodalang bench --again\n",
+        "| swiglu | 8192 x 4096 x 4096 | 0.900 | 0.900 | 0.225 | 0.600 | 275 |",
+        "| torch.mul | 7.2 |",
+        "| swiglu | cold | 5.12 | 3.00 |",
+        "- no time was left for: rope 8B 4096",
+        "(bench/bars.svg)",
+        "| swiglu 8B 8192 | 0.985 | 1.000 | 0.985 | 192x128 pp |",
+    ):
+        assert shown in text
+    assert page.rendered(text, found, rows) == text
+
+
+def test_a_block_of_another_name_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        page.rendered("<!-- figures: nothing -->\n<!-- end -->", example(), None)
