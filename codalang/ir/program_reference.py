@@ -158,22 +158,24 @@ class _Execution:
             inputs[epilogue.params[0].name] = (
                 self._multiplied(host) if isinstance(host, Matmul) else self._argument(host, Kind.TILE)
             )
-        m, n, *samples = (self._number(extent) for extent in statement.extents)
-        extents_of = (m, n, *samples)
-        outputs = reference.run(epilogue, inputs, dtype=self.dtype, extents=extents_of, storage=self._storage())
+        m, n, *samples = statement.extents
+        extents = (self._number(m), self._number(n), *map(self._number, samples))
+        outputs = reference.run(epilogue, inputs, dtype=self.dtype, extents=extents, storage=self._storage())
         for name, output in zip(statement.results, epilogue.outputs, strict=True):
             if name is not None:
                 rows = samples[0] if output.type.kind is Kind.ROWS else m
-                extents = ([rows] if output.type.kind.has_rows else []) + (
-                    [int(n * output.type.width)] if output.type.width is not None else []
-                )
-                self._define(name, outputs[output.name], [Dim.of(e) for e in extents], output.type.dtype)
+                shape = [rows] if output.type.kind.has_rows else []
+                shape += [n * output.type.width] if output.type.width is not None else []
+                self._define(name, outputs[output.name], shape, output.type.dtype)
 
     def _product(self, statement: Product) -> None:
         result = self._multiplied(statement.matmul)
         if self.storage is not None:
             result = result.to(self.storage).to(self.dtype)
-        self._define(statement.result, result, [Dim.of(e) for e in result.shape], Dtype.F32)
+        a, b = self.types[statement.matmul.a].matrix, self.types[statement.matmul.b].matrix
+        assert a is not None and b is not None
+        rows = a[1 if statement.matmul.a_transposed else 0]
+        self._define(statement.result, result, [rows, b[0 if statement.matmul.b_transposed else 1]], Dtype.F32)
 
     def _vector(self, statement: Vector) -> None:
         inputs = {p.name: self._read(p.name, p.type.kind) for p in statement.expression.params}
@@ -182,9 +184,10 @@ class _Execution:
             statement.expression, inputs, dtype=self.dtype, extents=(1, length), storage=self._storage()
         )
         (result,) = outputs.values()
-        self._define(statement.result, result, [Dim.of(e) for e in result.shape], Dtype.F32)
+        self._define(statement.result, result, [statement.length] if result.ndim else [], Dtype.F32)
 
     def _define(self, name: str, value: Tensor, shape: list[Dim], dtype: Dtype) -> None:
+        """`shape` is as declared: an axis that happens to have two elements is no pair axis."""
         self.types[name] = TensorType(tuple(shape), dtype)
         self.values[name] = value.to(self.dtype) if dtype is Dtype.F32 else value
 
