@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 
 import attrs
 import pytest
@@ -15,10 +16,12 @@ from codalang.bench.candidates import all_for, short
 from codalang.bench.timing import Call, Timing
 from codalang.bench.workloads import standard
 from codalang.cli import main
-from codalang.cli.tune import gemm_calls, line, table
+from codalang.cli.programs import load_program
+from codalang.cli.tune import gemm_calls, line, program_calls, table
 from codalang.lower import plan, run, split, tuned
 from codalang.lower.cache import Cache
 from codalang.lower.spec import Config, KernelSpec, Operand
+from codalang.torch import execute
 
 GPU = torch.device("cuda", 0)
 EXTENTS = (8192, 8192, 4096)
@@ -206,3 +209,16 @@ def test_without_an_accumulator_there_is_nothing_to_tune(tmp_path, capsys: pytes
     path.write_text("epilogue vectors(x: col[M]) { store y: col[M] = x }")
     assert main(["tune", str(path)]) == 1
     assert "nothing to tune" in capsys.readouterr().err
+
+
+def test_the_gemms_of_a_program_s_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load_program(str(Path(__file__).parents[1] / "examples/mlp.coda"))
+    (program,) = module.programs.values()
+    monkeypatch.setattr(execute, "_takes_kernel", lambda job, values, device: job.on_gemm)
+    with emulated():
+        calls = program_calls(module, program, {"T": 48, "H": 16, "D": 32, "F": 24}, "bf16", "cpu")
+        for call in calls:
+            call.run(None)
+    extents = [(c.problem.m, c.problem.n, c.problem.k) for c in calls]
+    assert extents[:3] == [(48, 32, 16), (48, 48, 32), (48, 32, 24)]  # forward
+    assert len(extents) > 3

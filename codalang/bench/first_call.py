@@ -1,6 +1,6 @@
 """The first calls of a fresh process, with a cold and with a warm cache of kernels.
 
-As a program, `python -m codalang.bench.first_call NAME`, it makes them and prints the seconds of each step as one line
+As a program, `python -P first_call.py NAME`, it makes them and prints the seconds of each step as one line
 of JSON.  Python's start, `import torch` and the CUDA context are not ours; they are measured apart.
 """
 
@@ -45,7 +45,8 @@ def _spawned(name: str, folder: Path) -> subprocess.Popen[str]:
     package = str(Path(__file__).resolve().parents[2])
     environment = os.environ | {"CODALANG_CACHE_DIR": str(folder)}
     environment["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "codalang.bench.first_call", name]
+    # as a file, not as a module: that would import codalang before the clock runs
+    command = [sys.executable, "-P", str(Path(__file__).resolve()), name]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -73,10 +73,14 @@ def recording() -> Iterator[list[GemmCall]]:
     original = run.gemm
 
     def gemm(*arguments: Any, config: Config | None = None, **options: Any) -> dict[str, torch.Tensor]:
+        def replay(config: Config | None) -> dict[str, torch.Tensor]:
+            with torch.no_grad():
+                return original(*arguments, config=config, **options)
+
         with problems() as asked, ahead.recorded():
             original(*arguments, **options)
         for problem in asked:
-            found.setdefault(problem, GemmCall(problem, lambda c: original(*arguments, config=c, **options)))
+            found.setdefault(problem, GemmCall(problem, replay))
         calls.extend(call for call in found.values() if call not in calls)
         return original(*arguments, config=config, **options)
 

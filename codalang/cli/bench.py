@@ -166,8 +166,10 @@ def needs_hopper(command: str) -> None:
 
 
 def command_line(arguments: Sequence[str] | None = None) -> str:
-    """The command as one would type it."""
-    given = sys.argv[1:] if arguments is None else arguments
+    """The command as one would type it; where its files go is nobody else's business."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if "--out" in given[:-1]:
+        given[given.index("--out") + 1] = "DIR"
     return shlex.join(["codalang", *given])
 
 

@@ -26,13 +26,13 @@ def run_program(module: Module, program: Program, options: argparse.Namespace, d
     """Run, compare, time, report; the exit code."""
     sizes = all_sizes(program, options.sizes, TRIAL)
     with enough_memory(sizes):
-        trial = _Trial(module, program, sizes, options, device)
+        trial = Trial(module, program, sizes, options, device)
         rows = trial.compare()
         times = trial.times() if device == "cuda" else []
     return report(program.name, sizes, options, trial.where, rows, times)
 
 
-class _Trial:
+class Trial:
     """Random inputs, and what three ways of computing make of them."""
 
     def __init__(
@@ -88,10 +88,10 @@ class _Trial:
         """One row for each result and, with --backward, for each gradient."""
         from codalang.torch import reference_only
 
-        ours, rounded, exact = (self._leaves(exactly) for exactly in (False, False, True))
-        results = [self._ours(ours)]
+        ours, rounded, exact = (self.leaves(exactly) for exactly in (False, False, True))
+        results = [self.ours(ours)]
         with reference_only():
-            results.append(self._ours(rounded))
+            results.append(self.ours(rounded))
         results.append(self._reference(exact))
         rows = [
             self._row(name, mine, relative(mine, true), relative(other, true))
@@ -99,7 +99,7 @@ class _Trial:
         ]
         return rows + (self._gradient_rows(results, (ours, rounded, exact)) if self.backward else [])
 
-    def _ours(self, inputs: Mapping[str, Any]) -> list[Tensor]:
+    def ours(self, inputs: Mapping[str, Any]) -> list[Tensor]:
         import torch
 
         found = self.function(**inputs)
@@ -111,11 +111,11 @@ class _Trial:
         from codalang.ir import program_reference
 
         found = program_reference.run(self.program, inputs, dtype=torch.float64)
-        ours = self._ours({k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in self.inputs.items()})
+        ours = self.ours({k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in self.inputs.items()})
         # A call gives leading dimensions back.
         return [true.reshape(mine.shape) for true, mine in zip(found.values(), ours, strict=True)]
 
-    def _leaves(self, exact: bool) -> dict[str, Any]:
+    def leaves(self, exact: bool) -> dict[str, Any]:
         import torch
 
         leaves = {}
@@ -163,12 +163,12 @@ class _Trial:
         operands = [
             (self._normal((m, k)).to(self.dtype), self._normal((n, k)).to(self.dtype)) for m, n, k in self.shapes
         ]
-        plain = self._leaves(False)
+        plain = self.leaves(False)
         for value in plain.values():
             if isinstance(value, torch.Tensor):
                 value.requires_grad_(False)
         ways: dict[str, Callable[[], Any]] = {
-            "codalang": lambda: self._ours(plain),
+            "codalang": lambda: self.ours(plain),
             "cublas (matmuls alone)": lambda: [a @ b.T for a, b in operands],
         }
         if self.backward:
@@ -179,12 +179,12 @@ class _Trial:
     def _both_passes(self, operands: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Callable[[], Any]]:
         import torch
 
-        leaves = self._leaves(False)
+        leaves = self.leaves(False)
         wanted = [v for v in leaves.values() if isinstance(v, torch.Tensor) and v.requires_grad]
         products = [a @ b.T for a, b in operands]
 
         def both() -> None:
-            results = [r for r in self._ours(leaves) if r.requires_grad]
+            results = [r for r in self.ours(leaves) if r.requires_grad]
             torch.autograd.grad(results, wanted, [torch.ones_like(r) for r in results], allow_unused=True)
 
         def alone() -> None:

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from codalang.cli import OK, add_program, print_json
 from codalang.cli.bench import needs_hopper, progress_bar, say
-from codalang.cli.programs import chosen, load_program
-from codalang.cli.sizes import add_sizes
+from codalang.cli.programs import load_program, selected
+from codalang.cli.sizes import TYPICAL, add_sizes, all_sizes, given_for
 from codalang.errors import CodaCallError, CodaUnsupportedError
 from codalang.ir.epilogue import Epilogue
+from codalang.ir.module import Module
+from codalang.ir.program import Program
 
 if TYPE_CHECKING:
     import torch
@@ -30,22 +32,31 @@ def add_commands(commands: Any) -> None:
         "disk: calls of these sizes take it from then on, on GPUs of this model.  Without it a heuristic chooses.",
     )
     add_program(parser)
-    add_sizes(parser, "--shape", "--dims", help="sizes by the names of the epilogue's dimensions, and K of its matmul")
-    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the matmul (default: bf16)")
+    add_sizes(parser, "--shape", "--dims", help="sizes by the names of dimensions; an epilogue's, and K of its matmul")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the matmuls (default: bf16)")
     parser.add_argument("--dry-run", action="store_true", help="compile and time, and remember nothing")
     parser.set_defaults(command=run_tune)
 
 
 def run_tune(options: argparse.Namespace) -> int:
-    """`codalang tune`: a line for each kernel of the epilogues: the forward, and the forward that saves."""
-    epilogues = [e for e in chosen(load_program(options.program), options.name) if e.accumulator is not None]
-    if not epilogues:
+    """`codalang tune`: a line for each kernel on a GEMM: of an epilogue its forward, and the forward that saves; of a
+    program all of its forward and backward."""
+    module = load_program(options.program)
+    found = selected(module, options.name)
+    programs = [item for item in found if isinstance(item, Program)]
+    epilogues = [item for item in found if isinstance(item, Epilogue) and item.accumulator is not None]
+    if not programs and not epilogues:
         raise CodaCallError("there is nothing to tune: no epilogue has an accumulator", argument="PROGRAM")
-    sizes = [_sizes(epilogue, options.sizes) for epilogue in epilogues]
+    of_programs = given_for(programs, options.sizes) if programs else []
+    of_epilogues = [_sizes(epilogue, options.sizes) for epilogue in epilogues]
     needs_hopper("tune")
     from codalang.bench import tune
 
-    calls = [call for e, size in zip(epilogues, sizes, strict=True) for call in gemm_calls(e, size, options.dtype)]
+    calls = [
+        call for e, sizes in zip(epilogues, of_epilogues, strict=True) for call in gemm_calls(e, sizes, options.dtype)
+    ]
+    for program, given in zip(programs, of_programs, strict=True):
+        calls += program_calls(module, program, all_sizes(program, given, TYPICAL), options.dtype)
     configs = tune.compiled([call.problem for call in calls], progress=progress_bar("compiling"))
     results = []
     for call in calls:
@@ -102,6 +113,23 @@ def gemm_calls(epilogue: Epilogue, sizes: tuple[int, int, int], dtype: str, devi
         for forward in dict.fromkeys(forwards):
             a, b, inputs = _operands(forward, sizes, dtype, device)
             run.gemm(forward, a, b, inputs)
+    return calls
+
+
+def program_calls(
+    module: Module, program: Program, sizes: dict[str, int], dtype: str, device: str = "cuda"
+) -> list[GemmCall]:
+    """The GEMMs of a program's forward and backward on random tensors, each kernel and size once."""
+    import torch
+
+    from codalang.bench import tune
+    from codalang.cli.trial_program import Trial
+
+    options = argparse.Namespace(dtype=dtype, seed=0, backward=True)
+    trial = Trial(module, program, sizes, options, device)
+    with tune.recording() as calls:
+        results = [r for r in trial.ours(trial.leaves(False)) if r.requires_grad]
+        torch.autograd.backward(results, [torch.randn_like(r) for r in results])
     return calls
 
 
