@@ -27,7 +27,7 @@ import torch  # noqa: E402
 from codalang.lower import run  # noqa: E402
 
 LINE = "{subject:44} {group:11} {cases:>6} cases {failed:>5} failed  worst {worst:5.3f}  {seconds:6.1f} s"
-GROUPS = ("ragged", "library", "empty", "near limit", "tilings", "parts", "llama", "huge")
+GROUPS = ("ragged", "library", "samples", "empty", "near limit", "tilings", "parts", "llama", "huge")
 
 
 def main() -> None:

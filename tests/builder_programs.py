@@ -2,6 +2,7 @@
 
 from codalang import builder as coda
 from codalang.builder import (
+    B,
     M,
     N,
     col,
@@ -148,7 +149,7 @@ def residual_rms(acc: tile[M, N], res: tile[M, N], gamma: row[N]):
     reduce("ss", coda.sum(x * x), col[M])
 
 
-def residual_gate(acc: tile[M, N], res: tile[M, N], gate: row[N]):
+def residual_gate(acc: tile[M, N], res: tile[M, N], gate: row[B, N]):
     x = res + gate * acc
     store("x", x)
     state(("mean", "var"), welford(x), col[M])
@@ -196,7 +197,7 @@ def layernorm_apply(
     store("y", (x - mean) * rsqrt(var + eps) * gamma + beta)
 
 
-def adaln_apply(x: tile[M, N], mean: col[M], var: col[M], scale: row[N], shift: row[N], eps: scalar):
+def adaln_apply(x: tile[M, N], mean: col[M], var: col[M], scale: row[B, N], shift: row[B, N], eps: scalar):
     store("y", (x - mean) * rsqrt(var + eps) * (1 + scale) + shift)
 
 

@@ -48,18 +48,26 @@ class StandIn:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def gemm(
-        self, e: Epilogue, a: Tensor, b: Tensor, inputs: Mapping[str, Tensor], *, config: object = None
+        self,
+        e: Epilogue,
+        a: Tensor,
+        b: Tensor,
+        inputs: Mapping[str, Tensor],
+        *,
+        config: object = None,
+        samples: int | None = None,
     ) -> Results:
         accumulator = a.float() @ b.float().t() * (1 - self.shrink * a.shape[1])
         width = e.params[0].type.width or 1
-        return self._run(e, {e.params[0].name: accumulator, **inputs}, a.dtype, (len(a), int(len(b) / width)), inputs)
+        extents = (len(a), int(len(b) / width), samples or 0)
+        return self._run(e, {e.params[0].name: accumulator, **inputs}, a.dtype, extents, inputs)
 
     def hosted(
         self,
         e: Epilogue,
         inputs: Mapping[str, Tensor],
         *,
-        extents: tuple[int, int] | None = None,
+        extents: tuple[int, ...] | None = None,
         default_dtype: torch.dtype | None = None,
     ) -> Results:
         assert default_dtype is not None
@@ -70,7 +78,7 @@ class StandIn:
         e: Epilogue,
         values: Mapping[str, Tensor],
         dtype: torch.dtype,
-        extents: tuple[int, int] | None,
+        extents: tuple[int, ...] | None,
         inputs: Mapping[str, Tensor],
     ) -> Results:
         storage = reference.Storage(dtype)

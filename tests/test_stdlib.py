@@ -37,8 +37,9 @@ from codalang.sources import library_names
 
 FILES = sorted((Path(__file__).parents[1] / "stdlib").glob("*.coda"))
 # Three heads of 128 columns, and tiles that divide neither rows nor columns.
-ROWS, COLUMNS = 5, 384
-TILE = (2, 256)
+ROWS, COLUMNS = 6, 384
+SAMPLES = 3  # of two rows
+TILE = (5, 256)
 # Both sides compute in float64, and differ in the order of operations only.
 TOLERANCE = 1e-9
 
@@ -132,6 +133,16 @@ def statistics(x: Tensor) -> Outputs:
     return mean, var
 
 
+def per_token(row: Tensor) -> Tensor:
+    """Each sample's row at each of its tokens."""
+    return row.repeat_interleave(ROWS // SAMPLES, dim=0)
+
+
+def gated_residual(acc: Tensor, res: Tensor, gate: Tensor) -> Outputs:
+    x = res + gate * acc
+    return x, *statistics(x)
+
+
 def per_head_norm(acc: Tensor, gamma: Tensor, eps: Tensor, size: int) -> Tensor:
     """RMSNorm of each group of `size` columns."""
     heads = acc.unflatten(-1, (-1, size))
@@ -199,7 +210,7 @@ FORMULAS: dict[str, Formula] = {
     "scaled": Formula(lambda acc, r: torch.diag(r) @ acc),
     "dequant": Formula(lambda acc, token, channel: torch.diag(token) @ acc @ torch.diag(channel)),
     "layernorm_stats": Formula(lambda acc, res: (acc + res, *statistics(acc + res))),
-    "residual_gate": Formula(lambda acc, res, gate: (res + gate * acc, *statistics(res + gate * acc))),
+    "residual_gate": Formula(lambda acc, res, gate: gated_residual(acc, res, per_token(gate))),
     "qk_norm": Formula(lambda acc, gamma, eps: per_head_norm(acc, gamma, eps, 128), {"eps": number(1e-2)}),
     "qk_norm.qk_norm_64": Formula(lambda acc, gamma, eps: per_head_norm(acc, gamma, eps, 64), {"eps": number(1e-2)}),
     "rope": Formula(rotated),
@@ -225,7 +236,7 @@ FORMULAS: dict[str, Formula] = {
     "amax.token_amax": Formula(lambda acc: (acc, acc.abs().max(-1).values)),
     "layernorm_apply": Formula(normalized, {"var": positive(ROWS), "eps": number(1e-2)}),
     "adaln_apply": Formula(
-        lambda x, mean, var, scale, shift, eps: normalized(x, mean, var, 1 + scale, shift, eps),
+        lambda x, mean, var, scale, shift, eps: normalized(x, mean, var, 1 + per_token(scale), per_token(shift), eps),
         {"var": positive(ROWS), "eps": number(1e-2)},
     ),
 }
@@ -234,7 +245,8 @@ FORMULAS: dict[str, Formula] = {
 def draw(param: Param, generator: torch.Generator) -> Tensor:
     """Normal numbers in the shape of a parameter, in float64."""
     columns = [] if param.type.width is None else [int(param.type.width * COLUMNS)]
-    shape = ([ROWS] if param.type.kind.has_rows else []) + columns
+    rows = [SAMPLES] if param.type.kind is Kind.ROWS else [ROWS] if param.type.kind.has_rows else []
+    shape = rows + columns
     if param.type.dtype is Dtype.I32:
         return torch.randint(0, COLUMNS, shape, generator=generator)
     if param.type.dtype is Dtype.BOOL:
@@ -339,7 +351,7 @@ def test_the_derived_backward_is_the_formula_s(key: str) -> None:
     inputs = inputs_of(key)
     cotangents = cotangents_of(by_formula(key, inputs))
     derivative = derive(EPILOGUES[key], wrt=list(differentiable(key, inputs)))
-    got = oracles.derived(derivative, inputs, cotangents, (ROWS, COLUMNS))
+    got = oracles.derived(derivative, inputs, cotangents, (ROWS, COLUMNS, SAMPLES))
     assert_close(got, gradients_by_formula(key, inputs, cotangents))
 
 
@@ -430,7 +442,7 @@ def test_weights_of_the_half_split_convention_are_reordered_as_rope_says() -> No
     generator = torch.Generator().manual_seed(4)
     a = torch.randn(ROWS, depth, generator=generator, dtype=torch.float64)
     w = torch.randn(heads * size, depth, generator=generator, dtype=torch.float64)
-    position = torch.tensor([0, 1, 2, 131072, 5])
+    position = torch.tensor([0, 1, 2, 131072, 5, 7])
     frequency = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
     reordered = w.view(heads, 2, size // 2, depth).transpose(1, 2).reshape(heads * size, depth)
     got = codalang.load("rope").rope(a, reordered, position, frequency.repeat(heads))

@@ -89,8 +89,9 @@ def _gradient_dtypes(derivative: Derivative, dtypes: Mapping[str, str], dtype: s
 def param_dtype(param: Param, dtype: str) -> str:
     """By the table above."""
     if param.dtype is not None:
-        return "i32" if (param.dtype, param.type.kind) == ("i64", Kind.TILE) else param.dtype
-    return {Kind.TILE: dtype, Kind.ROW: dtype, Kind.COL: "f32", Kind.SCALAR: "number"}[param.type.kind]
+        narrow = param.dtype == "i64" and param.type.kind in (Kind.TILE, Kind.ROWS)
+        return "i32" if narrow else param.dtype
+    return {Kind.COL: "f32", Kind.SCALAR: "number"}.get(param.type.kind, dtype)
 
 
 def output_dtype(output: Output, dtype: str) -> str:

@@ -209,13 +209,11 @@ class EpilogueLoop:
                 cute.arch.cp_async_bulk_wait_group(config.store_stages - 1, read=True)
                 cute.arch.sync_warp()
             group = max(unit, EIGHTS_OF_MATRICES if any(p.slab.in_matrices for p in ports) else 1)
-            loaded = self._load_tiles(step, 0, group) + self._load_sample_rows(samples, tile_n, step, 0, group)
+            loaded = self._load_tiles(step, 0, group)
             for start in range(0, config.subtile // 8, group):
-                tiles = loaded
+                tiles = loaded + self._load_sample_rows(samples, tile_n, step, start, group)
                 if start + group < config.subtile // 8:  # requested one group ahead: their latency passes in this one
-                    after = start + group
-                    loaded = self._load_tiles(step, after, group)
-                    loaded += self._load_sample_rows(samples, tile_n, step, after, group)
+                    loaded = self._load_tiles(step, start + group, group)
                 pairs: list[dict[tuple[int, int], Int32]] = [{} for _ in self.stores]
                 for first in range(start, start + group, unit):
                     eights = tuple(range(first, first + unit))

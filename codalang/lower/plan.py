@@ -177,8 +177,8 @@ def registers(spec: KernelSpec, config: Config) -> int:
     """Estimated registers of a consumer thread in the epilogue, for a kernel that shall not spill.
 
     The accumulator; what each reduction carries (a row of the thread's columns per sub-tile, or a number per row that
-    it has); cols, a number per row; rows per sample, four columns of two rows, twice; the columns of one unit; and
-    some for addresses and temporaries.
+    it has); cols, a number per row; for rows per sample, the sample of each row, and of each input an address and eight
+    columns; the columns of one unit; and some for addresses and temporaries.
     """
     rows = config.tile[0] // (64 if config.ping_pong else 128) * 2
     columns = config.subtile // 4
@@ -190,7 +190,7 @@ def registers(spec: KernelSpec, config: Config) -> int:
         carried += words * int(columns * width if group[0].type.kind in (Kind.ROW, Kind.ROWS) else rows)
     cols = rows * sum(p.type.kind is Kind.COL for p, _ in spec.inputs)
     per_sample = [(relative_width(spec.epilogue, p), dtype) for p, dtype in spec.inputs if p.type.kind is Kind.ROWS]
-    cols += sum(int(4 * width * min(4, DTYPE_BYTES[dtype])) for width, dtype in per_sample)
+    cols += rows * bool(per_sample) + sum(2 + int(4 * w * min(4, DTYPE_BYTES[dtype])) for w, dtype in per_sample)
     return accumulator + carried + cols + unit(spec.epilogue) // 4 + _temporaries(spec.epilogue)
 
 

@@ -286,6 +286,26 @@ def library(subject: Subject) -> list[Case]:
     return cases
 
 
+def samples(subject: Subject) -> list[Case]:
+    """Samples of a multiple of 16 rows, and of none: few and large ones, many and small ones."""
+    if not source(subject.name).has_samples:
+        return []
+    rows = (1, 77, 80, 128, 384, 1000, 1024)
+    return [
+        Case(
+            subject,
+            DTYPES[i % 2],
+            m,
+            fitted(subject.name, (264, 130)[i // 2 % 2]),
+            72,
+            vector=VECTOR_LAYOUTS[i % len(VECTOR_LAYOUTS)],
+            vector_dtype=("f32", "same")[i // 2 % 2],
+            tiling=(turn_of(subject.name) + i) % len(TILINGS) if subject.on_gemm and m > 300 else None,
+        )
+        for i, m in enumerate(rows)
+    ]
+
+
 def _is_map(epilogue: Epilogue) -> bool:
     return len(epilogue.params) == 1 and len(epilogue.stores) == len(epilogue.outputs)
 
@@ -340,6 +360,7 @@ def huge(subject: Subject) -> list[Case]:
 GROUPS: dict[str, Callable[[Subject], list[Case]]] = {
     "ragged": ragged,
     "library": library,
+    "samples": samples,
     "sweep": sweep,
     "empty": empty,
     "near limit": near_limit,

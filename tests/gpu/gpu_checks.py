@@ -67,7 +67,14 @@ class Backend(Protocol):
     """What runs an epilogue: `codalang.lower.run`, or a stand-in."""
 
     def gemm(
-        self, e: Epilogue, a: Tensor, b: Tensor, inputs: Mapping[str, Tensor], *, config: plan.Config | None = None
+        self,
+        e: Epilogue,
+        a: Tensor,
+        b: Tensor,
+        inputs: Mapping[str, Tensor],
+        *,
+        config: plan.Config | None = None,
+        samples: int | None = None,
     ) -> dict[str, Tensor]:
         """On the accumulator a @ b.T."""
 
@@ -76,7 +83,7 @@ class Backend(Protocol):
         e: Epilogue,
         inputs: Mapping[str, Tensor],
         *,
-        extents: tuple[int, int] | None = None,
+        extents: tuple[int, ...] | None = None,
         default_dtype: torch.dtype | None = None,
     ) -> dict[str, Tensor]:
         """On plain tensors."""
@@ -159,9 +166,19 @@ class Inputs:
 
 def shape_of(type: ValueType, m: int, n: int) -> tuple[int, ...]:
     """The extents of a value of that type."""
-    rows = (m,) if type.kind.has_rows else ()
+    rows = (samples_of(m),) if type.kind is Kind.ROWS else (m,) if type.kind.has_rows else ()
     columns = (int(n * type.width),) if type.width is not None else ()
     return rows + columns
+
+
+def samples_of(m: int) -> int:
+    """How many samples so many rows are: some of them of a multiple of 16 rows, and some not."""
+    return next(samples for samples in (8, 5, 3, 7, 1) if m % samples == 0)
+
+
+def extents_of(case: Case) -> tuple[int, int, int]:
+    """M, N and the number of samples."""
+    return case.m, case.n, samples_of(case.m)
 
 
 def make_inputs(case: Case, device: str, *, contents: bool = True) -> Inputs:
@@ -223,7 +240,7 @@ def _forward_results(case: Case, values: Mapping[str, Tensor]) -> dict[str, Tens
     rounded: dict[str, list[Tensor]] = {}
     for rows in _blocks(case):
         block = {name: _rows(forward.param(name).type, t, rows) for name, t in values.items()}
-        for name, result in _evaluate(forward, block, (rows.stop - rows.start, case.n), case.dtype).items():
+        for name, result in _evaluate(forward, block, _extents_of(case, rows), case.dtype).items():
             rounded.setdefault(name, []).append(result)
     return {o.name: _merge(o, rounded[o.name]) for o in forward.outputs}
 
@@ -238,7 +255,7 @@ def _forward_forms(case: Case, device: str) -> dict[str, Tensor]:
 
 def adds_up(output: Output) -> bool:
     """True where the results of blocks of rows are simply put together: side by side, or added."""
-    return output.type.kind.has_rows or (isinstance(output, Reduce) and output.how == "sum")
+    return output.type.kind.per_row or (isinstance(output, Reduce) and output.how == "sum")
 
 
 # --- truth ------------------------------------------------------------------------------------------------------------
@@ -253,26 +270,31 @@ def _blocks(case: Case) -> list[slice]:
     """Ranges of rows small enough for the reference; one, empty or not, at the least, or where the results of several
     do not add up."""
     epilogue = case.subject.epilogue
-    indexed = any(node.op == "row_index" for node in epilogue.nodes)
-    if indexed or not all(adds_up(o) for o in (*epilogue.outputs, *derived(case.subject.name).forward.outputs)):
+    whole = any(node.op == "row_index" for node in epilogue.nodes) or derived(case.subject.name).forward.has_samples
+    if whole or not all(adds_up(o) for o in (*epilogue.outputs, *derived(case.subject.name).forward.outputs)):
         return [slice(0, case.m)]
     step = max(1, BLOCK_ELEMENTS // max(1, case.n))
     return [slice(start, min(start + step, case.m)) for start in range(0, max(case.m, 1), step)]
 
 
 def _rows(type: ValueType, tensor: Tensor, rows: slice) -> Tensor:
-    return tensor[rows] if type.kind.has_rows else tensor
+    return tensor[rows] if type.kind.per_row else tensor
+
+
+def _extents_of(case: Case, rows: slice) -> tuple[int, int, int]:
+    """Those of a block of rows; it is all rows where there are samples."""
+    return rows.stop - rows.start, case.n, samples_of(rows.stop - rows.start)
 
 
 def _merge(output: Output, blocks: list[Tensor]) -> Tensor:
     """One result from those of the blocks: rows side by side, sums over rows added."""
     if len(blocks) == 1:
         return blocks[0]
-    return torch.cat(blocks) if output.type.kind.has_rows else torch.stack(blocks).sum(0)
+    return torch.cat(blocks) if output.type.kind.per_row else torch.stack(blocks).sum(0)
 
 
 def _evaluate(
-    epilogue: Epilogue, inputs: Mapping[str, Tensor], extents: tuple[int, int], storage: str | None = None
+    epilogue: Epilogue, inputs: Mapping[str, Tensor], extents: tuple[int, ...], storage: str | None = None
 ) -> dict[str, Tensor]:
     """The reference in f64; with a storage dtype, in rounding mode."""
     rounding = None if storage is None else reference.Storage(TORCH_DTYPES[storage])
@@ -284,8 +306,7 @@ def _reference_blocks(
 ) -> Iterator[tuple[slice, Results]]:
     """Per block of rows: the reference's results in f64, of an accumulator that is smaller by the factor `shrink`."""
     for rows in _blocks(case):
-        extents = (rows.stop - rows.start, case.n)
-        yield rows, _evaluate(epilogue, _accumulated(case, inputs, rows, shrink), extents)
+        yield rows, _evaluate(epilogue, _accumulated(case, inputs, rows, shrink), _extents_of(case, rows))
 
 
 def _accumulated(case: Case, inputs: Inputs, rows: slice, shrink: float = 0.0) -> dict[str, Tensor]:
@@ -305,10 +326,13 @@ def run_case(case: Case, inputs: Inputs, backend: Backend) -> Results:
     epilogue = case.subject.epilogue
     if inputs.a is None or inputs.b is None:
         dtype = TORCH_DTYPES[case.dtype]
-        return backend.hosted(epilogue, inputs.named, extents=(case.m, case.n), default_dtype=dtype)
+        extents = extents_of(case)[: len(epilogue.dims)]
+        return backend.hosted(epilogue, inputs.named, extents=extents, default_dtype=dtype)
+    samples = samples_of(case.m) if epilogue.has_samples else None
     if case.tiling is None and case.parts is None:
-        return backend.gemm(epilogue, inputs.a, inputs.b, inputs.named)
-    return backend.gemm(epilogue, inputs.a, inputs.b, inputs.named, config=_configuration(case, inputs))
+        return backend.gemm(epilogue, inputs.a, inputs.b, inputs.named, samples=samples)
+    config = _configuration(case, inputs)
+    return backend.gemm(epilogue, inputs.a, inputs.b, inputs.named, config=config, samples=samples)
 
 
 def _configuration(case: Case, inputs: Inputs) -> plan.Config | None:
@@ -378,7 +402,7 @@ def _errors(case: Case, inputs: Inputs, got: Mapping[str, Tensor]) -> dict[str, 
     results = _integer_errors(case, inputs, got)
     for rows, truth in _reference_blocks(case, inputs, epilogue):
         for name, output in outputs.items():
-            if output.type.kind.has_rows:
+            if output.type.kind.per_row:
                 faults[name] = faults[name] or _accumulate(squares[name], got[name][rows], truth[name])
             else:
                 sums[name] = sums[name] + truth[name] if name in sums else truth[name]
@@ -413,7 +437,7 @@ def _integer_errors(
         if not wrong or not is_index(output):
             results[name] = (0.0, 0.0, f"{wrong} of {got[name].numel()} integers are wrong" if wrong else None)
             continue
-        given, extents = _accumulated(case, inputs, slice(0, case.m)), (case.m, case.n)
+        given, extents = _accumulated(case, inputs, slice(0, case.m)), extents_of(case)
         there, wanted = (attained(epilogue, output, given, results_, extents=extents) for results_ in (got, truth))
         squares = torch.zeros(3, dtype=torch.float64)
         fault = _accumulate(squares, there, wanted)
@@ -454,7 +478,7 @@ def _random_sign_size(case: Case, inputs: Inputs, output: Reduce) -> float:
 def _noise_effect(case: Case, inputs: Inputs, output: Output) -> float:
     """The 2-norm of what small relative changes of every value may change in an output, beside rounding."""
     epilogue = attrs.evolve(case.subject.epilogue, outputs=(output,))
-    rows, extents = slice(0, case.m), (case.m, case.n)
+    rows, extents = slice(0, case.m), extents_of(case)
     given = _accumulated(case, inputs, rows)
     noisy = with_noise(epilogue, exact=not case.subject.on_gemm)
     generator = torch.Generator(next(iter(given.values())).device).manual_seed(0)
@@ -463,7 +487,7 @@ def _noise_effect(case: Case, inputs: Inputs, output: Output) -> float:
     for _ in range(DRAWS):
         noise = {}
         for param in noisy.params[len(epilogue.params) :]:
-            shape = shape_of(param.type, *extents)
+            shape = shape_of(param.type, case.m, case.n)
             drawn = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float64)
             noise[param.name] = 1 + NOISE * drawn
         change = _evaluate(noisy, given | noise, extents)[output.name] - truth

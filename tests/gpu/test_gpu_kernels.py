@@ -7,7 +7,7 @@ import gpu_checks
 import pytest
 import torch
 
-GROUPS = ("ragged", "library", "empty", "near limit", "tilings", "parts", "llama", "huge")
+GROUPS = ("ragged", "library", "samples", "empty", "near limit", "tilings", "parts", "llama", "huge")
 CHOICES = [
     pytest.param(subject, group, id=f"{group}: {subject}")
     for group in GROUPS
