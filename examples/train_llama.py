@@ -5,11 +5,11 @@
 
 All of the first model but the embedding and the attention (`scaled_dot_product_attention`) is programs:
 llama_block.coda between the attentions, lm_head_cross_entropy.coda at the end, and the backward that codalang derives
-of them.  The other is the usual modules.  Both see the same batches of bytes of this repository's own pages and sources.
+of them.  The other is the usual modules.  Both see the same bytes of this repository's own pages and sources.
 
 Training amplifies rounding, so two correct implementations drift apart, as two seeds of one implementation do from the
 start.  The PyTorch model is therefore trained from a second seed, too; the curves agree where codalang's is no farther
-from PyTorch's than the second seed's is.  They are printed and drawn into an SVG.  Exits with 1 where they do not agree.
+from PyTorch's than the second seed's is.  They are drawn into an SVG.  Exits with 1 where they do not agree.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ class Size:
     def head(self) -> int:
         """Numbers of one head."""
         return 2 * self.pairs
+
+    @property
+    def wide(self) -> torch.dtype:
+        """What angles and the loss are computed in."""
+        return torch.promote_types(self.dtype, torch.float32)
 
 
 SIZES = {
@@ -121,7 +126,7 @@ def attention(size: Size, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def frequencies(size: Size, device: str) -> Tensor:
     """The angle per position of each pair of a head."""
-    return BASE ** -(torch.arange(size.pairs, device=device) / size.pairs)
+    return BASE ** -(torch.arange(size.pairs, device=device, dtype=size.wide) / size.pairs)
 
 
 class Programs(Weights):
@@ -172,7 +177,7 @@ class Plain(Weights):
         cos, sin = angle.cos(), angle.sin()
 
         def rope(z: Tensor) -> Tensor:
-            a, b = z.float().unflatten(1, (-1, size.head)).chunk(2, dim=-1)
+            a, b = z.to(size.wide).unflatten(1, (-1, size.head)).chunk(2, dim=-1)
             return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(1).to(z.dtype)
 
         x = own["embedding"][tokens.flatten()]
@@ -185,7 +190,7 @@ class Plain(Weights):
             x = x + functional.linear(functional.silu(gate) * up, layer["w_down"])
         n = functional.rms_norm(x, (size.width,), own["g_final"], EPS)
         logits = functional.linear(n, own["w_head"])
-        return functional.cross_entropy(logits.float(), targets.flatten())
+        return functional.cross_entropy(logits.to(size.wide), targets.flatten())
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -208,8 +213,10 @@ def batches(text: Tensor, size: Size, seed: int) -> Iterator[tuple[Tensor, Tenso
         yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def train(kind: type[Weights], size: Size, seed: int, progress: Callable[[int, float], None]) -> list[float]:
-    """Train a model from a seed, which draws weights and batches; the loss of each step."""
+def train(
+    kind: type[Weights], text: Tensor, size: Size, seed: int, progress: Callable[[int, float], None]
+) -> list[float]:
+    """Train a model on a text from a seed, which draws weights and batches; the loss of each step."""
     model = kind(size, seed).to(size.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.rate, betas=(0.9, 0.95), weight_decay=0.01)
     warmup = max(1, size.steps // 10)
@@ -217,7 +224,7 @@ def train(kind: type[Weights], size: Size, seed: int, progress: Callable[[int, f
         optimizer, lambda step: min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * step / size.steps))
     )
     losses = []
-    for step, (tokens, targets) in zip(range(size.steps), batches(corpus(), size, seed), strict=False):
+    for step, (tokens, targets) in zip(range(size.steps), batches(text, size, seed), strict=False):
         loss = model(tokens, targets)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -331,7 +338,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"PyTorch, seed {options.seed}": (Plain, options.seed),
         f"PyTorch, seed {other}": (Plain, other),
     }
-    curves = {name: train(kind, size, seed, Progress(name, size.steps)) for name, (kind, seed) in runs.items()}
+    text = corpus()
+    curves = {name: train(kind, text, size, seed, Progress(name, size.steps)) for name, (kind, seed) in runs.items()}
     ours, theirs, second = curves.values()
     apart, spread = distance(ours, theirs), distance(second, theirs)
     agree = apart <= spread and all(map(math.isfinite, ours))
