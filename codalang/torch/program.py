@@ -42,7 +42,8 @@ class ProgramFunction:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._operator = ProgramOperator(program)
+        self._operator = ProgramOperator.of(program)
+        self._text = text_of(program)  # at once: where a compiler traces a call, nothing can be printed
         self._pack = packer(program.name, program.results)
         self._calls: dict[object, tuple[Binding, Shaped]] = {}
 
@@ -95,17 +96,17 @@ class ProgramFunction:
             v if isinstance(v, Tensor) else ELEMENTS[p.type.dtype].as_tensor(v, dtype, device)
             for v, p in zip(values, self.program.params, strict=True)
         ]
-        return call(text_of(self.program), tensors)
+        return call(self._text, tensors)
 
     @property
     def name(self) -> str:
         """The program's name."""
         return self.program.name
 
-    @functools.cached_property
+    @property
     def source(self) -> str:
         """The program and the epilogues that it applies as .coda text."""
-        return opaque.in_lines(text_of(self.program))
+        return opaque.in_lines(self._text)
 
     def derivative(
         self, wrt: Collection[str] | None = None, cotangents: Collection[str] | None = None
@@ -123,6 +124,8 @@ class ProgramFunction:
         return f"<codalang {show(self.program)}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if not self.program.results:  # a backward that computes nothing has no text that reads back
+            return ProgramFunction, (self.program,)
         return function_of, (self.source,)
 
     def __deepcopy__(self, memo: object) -> ProgramFunction:

@@ -33,7 +33,7 @@ from codalang.autodiff.program import derive_program
 from codalang.autodiff.program_activity import active_values
 from codalang.autodiff.program_derivative import ProgramDerivative
 from codalang.ir.names import Namer
-from codalang.ir.program import Matmul, Product, Program, ProgramParam, Statement, Vector
+from codalang.ir.program import Matmul, Product, Program, ProgramParam, Statement, TensorType, Vector
 from codalang.ir.types import Dtype
 from codalang.torch.program_opaque import run_plan
 from codalang.torch.program_plan import Finish, Plan, Setting, Wanted, types_of
@@ -45,14 +45,20 @@ Names = frozenset[str]
 
 @attrs.define(eq=False)
 class ProgramOperator:
-    """A program, with its derivatives."""
+    """A program, with its derivatives.  `annotated`: the values whose annotations are the author's."""
 
     program: Program
+    annotated: Names
     _derivatives: dict[tuple[Names, Names], ProgramDerivative] = attrs.field(factory=dict, init=False)
     _gradients: dict[tuple[Names, Names], GradientProgram] = attrs.field(factory=dict, init=False)
 
+    @staticmethod
+    def of(program: Program) -> ProgramOperator:
+        """The operator of a program as its author wrote it."""
+        return ProgramOperator(program, frozenset(name for s in program.statements for name in s.makes))
+
     @functools.cached_property
-    def types(self) -> Any:
+    def types(self) -> dict[str, TensorType]:
         """The type of every value."""
         return types_of(self.program)
 
@@ -113,7 +119,7 @@ class GradientProgram:
         results = tuple(dict.fromkeys(rename[name] for name in backward.results))
         gradients = {p: None if name is None else rename[name] for p, name in derivative.gradients.items()}
         whole = Program(backward.name, (*params, *program.params), statements, results)
-        return GradientProgram(ProgramOperator(whole), tuple(cotangents), gradients)
+        return GradientProgram(ProgramOperator(whole, operator.annotated), tuple(cotangents), gradients)
 
 
 def _renamed(statement: Statement, names: Mapping[str, str]) -> Statement:
@@ -158,7 +164,7 @@ class Shaped:
     @functools.cached_property
     def plan(self) -> Plan:
         """What runs where no gradients are recorded."""
-        return Plan(self.operator.program, self.setting, self.wanted)
+        return Plan(self.operator.program, self.setting, self.wanted, annotated=self.operator.annotated)
 
     def tape(self, requires: Flags) -> ProgramTape:
         """The tape for arguments of which those so flagged require gradients."""
@@ -192,9 +198,9 @@ class ProgramTape:
         self.constant = tuple(i for i, has in enumerate(differentiable) if not has)
         self._usual = (wrt, frozenset(n for n, has in zip(program.results, differentiable, strict=True) if has))
         self.first = operator.derivative(*self._usual)
-        self.forward = ProgramOperator(self.first.forward)
+        self.forward = ProgramOperator(self.first.forward, operator.annotated)
         wanted = (*shaped.wanted, *map(Wanted, self.first.saved))
-        self.plan = Plan(self.first.forward, setting, wanted, exact=self.first.saved)
+        self.plan = Plan(self.first.forward, setting, wanted, annotated=operator.annotated)
         loads = self.first.loads.values()
         tensors = [i for i, dtype in enumerate(setting.dtypes) if dtype is not None]
         read = {operator.positions[load.name] for load in loads if load.source == "param"}
@@ -366,7 +372,7 @@ class ProgramStep:
         """`private`: what the forward saved belongs to this run alone, and may be overwritten."""
         if private not in self._plans:
             owned = self._private if private else ()
-            self._plans[private] = Plan(self._program, self._setting, self.gradients.wanted, owned=owned)
+            self._plans[private] = Plan(self._program, self._setting, self.gradients.wanted, annotated=(), owned=owned)
         return self._plans[private]
 
 
@@ -381,7 +387,7 @@ class DifferentiableStep:
         plan = tape.plan
         results = tuple(wanted.name for wanted in self.gradients.wanted)
         self.shaped = Shaped(
-            ProgramOperator(attrs.evolve(gradient.operator.program, results=results)),
+            ProgramOperator(attrs.evolve(gradient.operator.program, results=results), gradient.operator.annotated),
             attrs.evolve(
                 setting,
                 shapes=(*(tape.given[i] for i in self.cotangents), *setting.shapes),

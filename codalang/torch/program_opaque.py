@@ -16,7 +16,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from codalang.errors import Source
 from codalang.ir.program import Program
 from codalang.torch.opaque import _DTYPES, in_lines, is_traced, one_line
 from codalang.torch.program_plan import Plan, Setting, Wanted, types_of
@@ -55,15 +54,12 @@ def run_plan(plan: Plan, values: list[Any]) -> list[Tensor]:
 
 
 def text_of(program: Program) -> str:
-    """The program as one line of .coda text, printed once."""
-    from codalang.ir.module import Module
-    from codalang.ir.printer import print_module
+    """The program, and the epilogues that it applies, as one line of .coda text; printed once."""
+    from codalang.ir.printer import print_program
 
     key = id(program)
     if key not in _texts:
-        epilogues = {epilogue.name: epilogue for epilogue in program.epilogues()}
-        module = Module(Source(program.name, ""), epilogues, programs={program.name: program})
-        text = one_line(print_module(module))
+        text = one_line(print_program(program))
         _texts[key] = (program, text)  # holding the program keeps its id from being reused
         _programs.setdefault(text, program)
     return _texts[key][1]
@@ -106,7 +102,7 @@ def _run(
             derived,
         )
         wanted = [Wanted(name, _DTYPES[dtype]) for name, dtype in zip(program.results, dtypes, strict=True)]
-        plan = _plans[key] = Plan(program, setting, wanted)
+        plan = _plans[key] = Plan(program, setting, wanted, annotated=() if derived else None)
     return plan.run(list(values))
 
 

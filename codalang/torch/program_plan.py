@@ -207,14 +207,15 @@ class Plan:
         setting: Setting,
         wanted: Sequence[Wanted] | None = None,
         *,
-        exact: Collection[str] = (),
+        annotated: Collection[str] | None = None,
         owned: Collection[str] = (),
     ) -> None:
-        """`wanted`: the results (default: the program's); `exact`: values whose f32 stands for what is computed in;
-        `owned`: arguments that nobody else has, which may be overwritten."""
+        """`wanted`: the results (default: the program's); `annotated`: values whose annotation is the author's (default
+        all): in others f32 stands for what is computed in; `owned`: arguments that nobody else has, which may be
+        overwritten."""
         wanted = tuple(wanted) if wanted is not None else tuple(map(Wanted, program.results))
         program = live(attrs.evolve(program, results=tuple(w.name for w in wanted)))
-        planner = _Planner(program, setting, wanted, frozenset(exact), frozenset(owned))
+        planner = _Planner(program, setting, wanted, annotated, frozenset(owned))
         self.program, self.setting, self.wanted = program, setting, wanted
         self.steps = planner.steps()
         self._constants = tuple(planner.constants)
@@ -325,10 +326,10 @@ class _Planner:
         program: Program,
         setting: Setting,
         wanted: Sequence[Wanted],
-        exact: frozenset[str],
+        annotated: Collection[str] | None,
         owned: frozenset[str],
     ) -> None:
-        self.program, self.setting, self.exact = program, setting, exact
+        self.program, self.setting, self.annotated = program, setting, annotated
         self.wanted = {result.name: result for result in wanted}
         self.values: dict[str, Known] = {}
         self.constants: list[float] = []
@@ -519,7 +520,7 @@ class _Planner:
         wanted = self.wanted.get(name)
         if wanted is not None and wanted.dtype is not None and name not in self._read:
             return wanted.dtype
-        if name in self.exact and dtype is torch.float32:
+        if dtype is torch.float32 and self.annotated is not None and name not in self.annotated:
             return self.setting.compute
         autocast = self.setting.autocast
         if autocast is not None and not annotated and name in self._operands_only and dtype.is_floating_point:

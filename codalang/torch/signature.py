@@ -66,7 +66,7 @@ class Elements:
         """A number as a tensor without dimensions: what `check` refuses as a number it must refuse as a tensor, too."""
         if isinstance(value, bool | int | float) and not self.number(value):
             return torch.tensor(value, device=device)
-        dtype = compute if self.dtypes is FLOATING else self.dtypes[0]
+        dtype = compute if self.dtypes == FLOATING else self.dtypes[0]  # `is` is not what Dynamo makes of it
         return torch.full((), value, dtype=dtype, device=device)
 
 
