@@ -55,16 +55,23 @@ def test_ci_runs_the_readme_s_test_command() -> None:
 
 
 def test_the_readme_shows_the_example_and_its_real_backward(capsys: pytest.CaptureFixture[str]) -> None:
-    example = ROOT / "examples/layer.coda"
+    example = ROOT / "examples/mlp.coda"
     assert main(["grad", str(example)]) == 0
-    assert {example.read_text(), capsys.readouterr().out} == set(blocks("coda"))
+    assert blocks("coda") == [example.read_text(), capsys.readouterr().out]
+
+
+def test_the_readme_shows_the_example_s_real_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["T=8192", "D=4096", "H=4096", "F=14336"]
+    assert main(["graph", str(ROOT / "examples/mlp.coda"), "--backward", "--dims", *sizes]) == 0
+    assert (ROOT / "docs/mlp.svg").read_text() == capsys.readouterr().out
+    assert "](docs/mlp.svg)" in README
 
 
 def test_the_readme_s_python_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
     (code,) = blocks("python")
     exec(compile(code, "README.md", "exec"), {})
-    assert "epilogue swiglu_backward(" in capsys.readouterr().out
+    assert "program mlp_backward(" in capsys.readouterr().out
 
 
 def test_the_readme_lists_the_commands_and_the_library(capsys: pytest.CaptureFixture[str]) -> None:
