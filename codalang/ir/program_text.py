@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
+from codalang.ir.dims import Dim
 from codalang.ir.epilogue import Epilogue, Reduce
 from codalang.ir.graph_text import GraphText, print_number
 from codalang.ir.names import DISCARD, Namer
@@ -82,7 +83,9 @@ def _determined(statement: Apply) -> bool:
 
 
 def _value(value: Value) -> str:
-    return print_number(value) if isinstance(value, int | float) else str(value)
+    if isinstance(value, Dim):  # outside of brackets, where operators have spaces
+        return str(value).replace("*", " * ").replace("/", " / ")
+    return value if isinstance(value, str) else print_number(value)
 
 
 def _vector(statement: Vector, value: str) -> str:

@@ -118,6 +118,11 @@ class _Situation:
         return shorten(str(self.token))
 
     @property
+    def line(self) -> str:
+        """The line of the text that it stands in."""
+        return self.loc.source.line(self.loc.line)
+
+    @property
     def brackets(self) -> list[Token]:
         """The brackets that are open, outermost first."""
         found: list[Token] = []
@@ -249,9 +254,12 @@ def _wants_operator(s: _Situation) -> bool:
 
 
 def _indexed(s: _Situation) -> bool:
-    """`x[0]`, where only `f[M, N](...)` is."""
+    """`x[0]` or `x[:, 0]`, where only `f[M, N](...)` is."""
     types = [t.type for t in s.open]
-    return s.accepts == {"LPAR"} and s.after == "RSQB" and ("EPILOGUE" not in types or "LBRACE" in types)
+    inside = "EPILOGUE" not in types or "LBRACE" in types
+    sliced = s.token.type == "_COLON" and [b.type for b in s.brackets][-1:] == ["LSQB"]
+    sliced = sliced and (_wants_operand(s) or "COMPARISON" in s.accepts)
+    return inside and (sliced or (s.accepts == {"LPAR"} and s.after == "RSQB"))
 
 
 def _index(s: _Situation) -> CodaError:
@@ -264,6 +272,21 @@ def _index(s: _Situation) -> CodaError:
     )
 
 
+def _foreign_comment(s: _Situation) -> bool:
+    """`// text` or `/* text */`, whose first slash may have been taken for a division."""
+    if s.token.type not in ("SLASH", "STAR"):
+        return False
+    before, behind = s.line[: s.loc.column - 1], s.line[s.loc.column - 1 :]
+    return behind.startswith(("//", "/*")) or (s.after == "SLASH" and before.endswith("/"))
+
+
+def _misspelled(s: _Situation, words: Collection[str]) -> str | None:
+    """`did you mean ...` for what is nearly a word that could have stood here; but `y = ...` is an assignment."""
+    if s.line[s.loc.end_column - 1 :].lstrip().startswith("="):
+        return None
+    return suggestion(str(s.token), sorted(word.lower() for word in words))
+
+
 _RULES: tuple[tuple[Callable[[_Situation], bool], Callable[[_Situation], CodaError]], ...] = (
     (
         lambda s: str(s.token) in KEYWORDS and "NAME" in s.accepts and not s.first_on_line,
@@ -273,12 +296,20 @@ _RULES: tuple[tuple[Callable[[_Situation], bool], Callable[[_Situation], CodaErr
         lambda s: s.token.type == "NAME" and str(s.token) in _FOREIGN_WORDS,
         lambda s: CodaSyntaxError(f"there is no `{s.text}`", s.loc, hint=_FOREIGN_WORDS[str(s.token)]),
     ),
+    (_foreign_comment, _syntax_error("a comment begins with `#`")),
     (
         lambda s: _at_statement(s) and s.token.type == "NAME",
         lambda s: CodaSyntaxError(
             f"a statement cannot begin with `{s.text}`",
             s.loc,
-            hint=f"write `let {s.text} = ...` for a value, `store {s.text}: ...` for an output",
+            hint=_misspelled(s, _STATEMENT)
+            or f"write `let {s.text} = ...` for a value, `store {s.text}: ...` for an output",
+        ),
+    ),
+    (
+        lambda s: _at_definition(s) and s.token.type == "NAME" and _misspelled(s, _DEFINITION) is not None,
+        lambda s: CodaSyntaxError(
+            f"a definition cannot begin with `{s.text}`", s.loc, hint=_misspelled(s, _DEFINITION)
         ),
     ),
     (_closes_nothing, _syntax_error("`{token}` closes nothing")),

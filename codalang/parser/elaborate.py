@@ -27,6 +27,7 @@ from codalang.parser.evaluate import Evaluator
 from codalang.parser.files import File
 from codalang.parser.syntax import Span, Word
 
+_OR_PER_SAMPLE = ", or `row[B, N]` for one row per sample"
 _EXAMPLES = {"scalar": "scalar", "row": "row[N]", "col": "col[M]", "tile": "tile[M, N]"}
 _FOLDED_HINTS = {
     Dtype.F32: "`float(i)` makes a number of an index or a mask",
@@ -117,7 +118,7 @@ class _Elaborator:
             raise CodaTypeError(
                 f"a {word.text} has {wanted} dimension{'' if wanted == 1 else 's'}, got {len(shape.extents)}",
                 self._loc(shape.span),
-                hint=f"write `{_EXAMPLES[word.text]}`",
+                hint=f"write `{_EXAMPLES[word.text]}`" + ("" if word.text != "row" else _OR_PER_SAMPLE),
             )
         return kind
 
