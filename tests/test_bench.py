@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import subprocess
 import sys
 import types
 import xml.etree.ElementTree as ElementTree
@@ -16,7 +17,7 @@ import pytest
 import torch
 from emulation import emulated
 
-from codalang.bench import implementations, measure, plot, report, workloads
+from codalang.bench import first_call, host, implementations, measure, plot, report, workloads
 from codalang.bench.implementations import Skipped
 from codalang.bench.report import Report, Result
 from codalang.bench.timing import Call, Timing
@@ -507,7 +508,6 @@ def test_the_command_end_to_end(
     sizes: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All but the GPU: times are made up, kernels stand-ins on the CPU."""
-    from codalang.bench import first_call, host
     from codalang.cli import bench
 
     monkeypatch.setattr(bench, "needs_hopper", lambda command: None)
@@ -533,6 +533,56 @@ def test_the_command_end_to_end(
     assert [r.name for r in found.results] == ["rope tiny 40", "hosted_rope tiny 40"]
     assert set(found.results[0].times) == {"codalang", "cublas", "eager"}
     assert found.host == {"torch.mul": 7.0}
+
+
+def child(code: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_first_calls_of_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a folder of their own per epilogue, cold then warm; one that fails or hangs is told."""
+    folders: dict[str, list[Path]] = {"good": [], "bad": [], "slow": []}
+    codes = {
+        "good": 'print(\'noise\'); print(\'{"torch": 2.0, "first forward": 3.0, "first backward": 0.5}\')',
+        "bad": "raise SystemExit('no device')",
+        "slow": "import time; time.sleep(60)",
+    }
+
+    def spawn(name: str, folder: Path) -> subprocess.Popen[str]:
+        folders[name].append(folder)
+        return child(codes[name])
+
+    monkeypatch.setattr(first_call, "TIMEOUT", 5.0)
+    rows = list(first_call.measured(("good", "bad"), spawn))
+    assert [(r["epilogue"], r["cache"]) for r in rows] == [
+        ("good", "cold"),
+        ("bad", "cold"),
+        ("good", "warm"),
+        ("bad", "warm"),
+    ]
+    assert rows[0] == {
+        "epilogue": "good",
+        "cache": "cold",
+        "ours": 3.5,
+        "torch": 2.0,
+        "first forward": 3.0,
+        "first backward": 0.5,
+    }
+    assert rows[1]["failed"] == "no device"
+    assert folders["good"][0] == folders["good"][1] != folders["bad"][0]
+    monkeypatch.setattr(first_call, "TIMEOUT", 0.2)
+    assert next(first_call.measured(("slow",), spawn))["failed"] == "took longer than 0 s"
+    shown = report.tables(Report("", {}, first_calls=tuple(rows)))[0].text()
+    assert shown.splitlines()[1].split()[-1] == "failed" and "no device" in shown
+
+
+@NO_GPU
+def test_a_first_call_runs_as_a_file_that_imports_nothing_of_ours_before_torch() -> None:
+    """Without a GPU it gets as far as the first tensor; the clock of `torch` has then run for torch alone."""
+    process = first_call._spawned("swiglu", Path("unused"))
+    output, errors = process.communicate(timeout=120)
+    assert (process.returncode, output) == (1, "")
+    assert "torch.randn(256, 512" in errors and "codalang/__init__" not in errors
 
 
 def test_kernels_are_known_without_a_gpu_or_memory() -> None:

@@ -42,7 +42,7 @@ class Choice:
     groups: tuple[str, ...] = ("epilogue", "gemm", "hosted")
     widths: tuple[str, ...] = tuple(WIDTHS)
     tokens: tuple[int, ...] = TOKENS
-    ways: tuple[str, ...] = ("eager", "compile", "max-autotune", "liger", "quack", "coda")
+    ways: tuple[str, ...] = ("eager", "compile", "liger", "quack", "coda")
 
 
 def workloads(choice: Choice) -> list[Workload]:

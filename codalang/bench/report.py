@@ -190,14 +190,14 @@ def tables(report: Report) -> list[Table]:
         cells = [[call, f"{us:.1f}"] for call, us in report.host.items()]
         found.append(Table("The host's time per call, tiny tensors", [["call", "us"], *cells]))
     if report.first_calls:
-        names = list(report.first_calls[0])
+        names = list(dict.fromkeys(name for row in report.first_calls for name in row))
         rows_ = [[_cell(row.get(name)) for name in names] for row in report.first_calls]
         found.append(Table("First calls of a process, seconds", [names, *rows_]))
     return found
 
 
 def _cell(value: object) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{value:.2f}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
 def _results_table(group: str, place: str, rows: Sequence[Result]) -> Table:

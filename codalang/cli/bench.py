@@ -41,7 +41,11 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--widths", nargs="+", choices=_WIDTHS, default=list(_WIDTHS), help="models (default: all)")
     parser.add_argument("--tokens", nargs="+", type=_positive, default=list(_TOKENS), metavar="N", help="default: all")
     parser.add_argument(
-        "--ways", nargs="*", choices=_WAYS, default=list(_WAYS), help="to measure beside ours and cuBLAS (default: all)"
+        "--ways",
+        nargs="*",
+        choices=_WAYS,
+        default=[way for way in _WAYS if way != "max-autotune"],
+        help="to measure beside ours and cuBLAS (default: all but max-autotune, which tunes for minutes)",
     )
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, whose compiling takes long")
     parser.add_argument("--rounds", type=_rounds, default=15, help="how often each is timed (default: 15)")
