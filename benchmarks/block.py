@@ -92,9 +92,11 @@ class Block:
         return [self.y, self.x, self.w_o, self.g_mlp, self.w_gate_up, self.w_down, self.g_attention, self.w_qkv]
 
 
-def make(size: Size, dtype: torch.dtype = torch.bfloat16, device: str = "cuda", tokens: int = TOKENS) -> Block:
+def make(
+    size: Size, dtype: torch.dtype = torch.bfloat16, device: str = "cuda", tokens: int = TOKENS, seed: int = 0
+) -> Block:
     """Random tensors with the scales of training."""
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
@@ -137,15 +139,20 @@ def ours(block: Block) -> tuple[Tensor, Tensor]:
     return x2, qkv
 
 
+def widened(x: Tensor) -> Tensor:
+    """In f32, or in f64 where it is that."""
+    return x if x.dtype is torch.float64 else x.float()
+
+
 def norm(x: Tensor, gain: Tensor) -> Tensor:
     """RMSNorm as models write it: the row in f32, its result in the dtype of the model."""
-    wide = x.float()
+    wide = widened(x)
     return gain * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Pairs (2j, 2j + 1) rotated, in f32."""
-    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    a, b = widened(x).unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)
 
 
