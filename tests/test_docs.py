@@ -3,7 +3,7 @@
 | block                    | is                                                                                       |
 |--------------------------|------------------------------------------------------------------------------------------|
 | ```coda                  | a file: parsed, laid out, run tile by tile as whole, its gradients held against autograd  |
-| ```coda derived          | the derived backward of the last epilogue of the block before                            |
+| ```coda derived          | the derived backward of the last program, or epilogue, of the block before               |
 | ```coda wrong            | a file with a mistake; the ```text block that follows is the error                       |
 | ```python                | run, in one namespace per page; a ```text block that follows is what it prints           |
 | ```python wrong          | raises an error of codalang; the ```text block that follows is the error                 |
@@ -27,13 +27,15 @@ from oracles import autograd, derived
 from torch import Tensor
 
 from codalang.autodiff import derive
+from codalang.cli import main
+from codalang.cli.text import derived_program, print_programs
 from codalang.errors import CodaError
 from codalang.ir import reference
 from codalang.ir.builtin_states import BUILTIN_STATES
 from codalang.ir.epilogue import Epilogue
 from codalang.ir.ops import OPS, REDUCTIONS
 from codalang.ir.printer import print_epilogue
-from codalang.ir.types import PARAM_DTYPES, Dtype
+from codalang.ir.types import PARAM_DTYPES, Dtype, Kind
 from codalang.ir.verify import verify
 from codalang.parser import format_source, parse
 
@@ -41,8 +43,8 @@ ROOT = Path(__file__).parents[1]
 LANGUAGE, AUTHORING = (ROOT / "docs" / f"{name}.md" for name in ("language", "authoring"))
 PAGES = (LANGUAGE, AUTHORING)
 # A whole number of heads of 128 columns, and of tiles; an odd number of rows.
-EXTENTS = (5, 256)
-TILE = (2, 128)
+EXTENTS = (6, 256, 3)
+TILE = (4, 128)
 TOLERANCE = 1e-9
 
 _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -121,7 +123,8 @@ def inputs_for(epilogue: Epilogue) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     inputs: dict[str, Tensor] = {}
     for param in epilogue.params:
-        shape = [EXTENTS[0]] if param.type.kind.has_rows else []
+        rows = EXTENTS[2] if param.type.kind is Kind.ROWS else EXTENTS[0]
+        shape = [rows] if param.type.kind.has_rows else []
         shape += [int(param.type.width * EXTENTS[1])] if param.type.width is not None else []
         if param.type.dtype is Dtype.I32:
             inputs[param.name] = torch.randint(0, EXTENTS[1], shape, generator=generator)
@@ -183,12 +186,25 @@ def test_a_program_has_the_gradients_of_autograd(block: Block) -> None:
             assert_close(got[name], want[name], name)
 
 
+@each("coda")
+def test_a_program_s_calls_are_as_its_reference(block: Block, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Results and gradients of each `program`, in float64: `codalang run`."""
+    path = tmp_path / "block.coda"
+    path.write_text(block.text)
+    for name in parse(block.text).programs:
+        assert main(["run", str(path), name, "--backward", "--dtype", "f64", "--device", "cpu"]) == 0, capsys.readouterr()
+
+
 @each("coda derived")
 def test_a_derived_backward_is_what_is_derived(block: Block) -> None:
     before = ALL[ALL.index(block) - 1]
     assert before.info == "coda"
     *_, epilogue = epilogues(before)
-    compare(block, print_epilogue(derive(epilogue).backward))
+    programs = list(parse(before.text).programs.values())
+    if programs:
+        compare(block, print_programs([derived_program(programs[-1]).backward]))
+    else:
+        compare(block, print_epilogue(derive(epilogue).backward))
 
 
 # ---------------------------------------------------------------- mistakes
