@@ -495,6 +495,8 @@ def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -
         ["--only", "("],
         ["--tokens", "0"],
         ["--rounds", "1"],
+        ["--minutes", "0"],
+        ["--minutes", "nan"],
         ["--widths", "3B"],
         ["--section", "all"],
         ["--ways", "numpy"],
@@ -502,6 +504,29 @@ def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -
 )
 def test_wrong_arguments(arguments: list[str]) -> None:
     assert main(["bench", *arguments]) == 2
+
+
+def test_the_command_offers_what_there_is() -> None:
+    """Its choices are written out, so that `--help` imports no torch."""
+    from codalang.cli import bench
+
+    assert bench._WIDTHS == tuple(workloads.WIDTHS)
+    assert bench._TOKENS == workloads.TOKENS
+    assert bench._GROUPS == tuple(workloads.GROUPS) == tuple(report.TITLES)
+    assert {*bench._WAYS, *implementations.ALWAYS} == set(implementations.implementations())
+    assert set(measure.Choice().ways) == {*bench._WAYS} - {"max-autotune"}
+
+
+def test_a_filter_that_matches_nothing_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--only", "attention"]) == 1
+    shown = capsys.readouterr().err
+    assert "no workload matches `attention`" in shown and "swiglu_backward, gemm_qkv_tn" in shown
+
+
+def test_the_command_line_of_a_report_says_no_folder() -> None:
+    from codalang.cli.bench import command_line
+
+    assert command_line(["bench", "--out", "/home/me", "--only", "a b"]) == "codalang bench --out DIR --only 'a b'"
 
 
 def test_the_command_end_to_end(

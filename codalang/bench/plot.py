@@ -20,7 +20,7 @@ COLOURS = {
 INK, FAINT = "#2b2f36", "#d5d9de"
 FONT = 'font-family="system-ui, sans-serif"'
 
-BAR, GAP, LABEL, PLOT = 12, 14, 360, 520
+BAR, GAP, LABEL, PLOT = 12, 14, 500, 520
 LONGEST = 2.5  # times the point of reference; longer bars are cut, and say their length
 
 

@@ -301,7 +301,7 @@ PATTERNS: dict[str, Pattern] = {
         ),
     )
 }
-GROUPS = {"epilogue": "GEMM + epilogue", "gemm": "Plain GEMM", "hosted": "Epilogues on plain tensors"}
+GROUPS = ("epilogue", "gemm", "hosted")
 
 
 @attrs.frozen

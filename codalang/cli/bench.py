@@ -49,7 +49,7 @@ def add_commands(commands: Any) -> None:
     )
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, whose compiling takes long")
     parser.add_argument("--rounds", type=_rounds, default=15, help="how often each is timed (default: 15)")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="start nothing that would end later")
+    parser.add_argument("--minutes", type=_minutes, default=float("inf"), help="start nothing that would end later")
     parser.add_argument("--no-check", dest="check", action="store_false", help="do not compare results with float64")
     parser.add_argument("--tuned", action="store_true", help="let ours take what `codalang tune` found")
     parser.add_argument("--compile-only", action="store_true", help="compile the kernels, and time nothing; no GPU")
@@ -80,9 +80,17 @@ def _rounds(text: str) -> int:
     return number
 
 
+def _minutes(text: str) -> float:
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return number
+
+
 def run_bench(options: argparse.Namespace) -> int:
     """`codalang bench`: what is done is told on standard error as it goes, the tables are printed at the end."""
     from codalang.bench import measure, report
+    from codalang.bench.workloads import PATTERNS
     from codalang.lower import tuned
 
     ways = [w for w in options.ways if not (options.no_compile and w in ("compile", "max-autotune"))]
@@ -93,6 +101,13 @@ def run_bench(options: argparse.Namespace) -> int:
         tuple(options.tokens),
         tuple(ways),
     )
+    if choice.groups and not measure.workloads(choice):
+        raise CodaCallError(
+            f"no workload matches `{options.only}`",
+            argument="--only",
+            hint="names are a pattern, a width and a number of tokens, such as `swiglu_backward 8B 8192`; the patterns "
+            f"are {', '.join(PATTERNS)}",
+        )
     if options.compile_only:
         return _compile(choice, options)
     needs_hopper("bench")
