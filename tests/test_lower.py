@@ -41,7 +41,7 @@ STDLIB = [
     Path(__file__).parents[1] / "stdlib" / f"{name}.coda"
     for name in ("bias_gelu", "residual_rms", "scaled_swiglu", "swiglu")
 ]
-EXTENTS = (3, 8)  # columns a multiple of 4, so that each width has whole pairs
+EXTENTS = (4, 8, 2)  # columns a multiple of 4, so that each width has whole pairs; two samples
 STRUCTURAL = {"even", "odd", "join"}
 
 
@@ -129,8 +129,17 @@ class EmulatedHost:
         return torch.stack(full, dim=-1).reshape(EXTENTS[0], -1)
 
 
+def _samples() -> list[slice]:
+    """The rows of each sample."""
+    size = EXTENTS[0] // EXTENTS[2]
+    return [slice(start, start + size) for start in range(0, EXTENTS[0], size)]
+
+
 def _folded(partial: Any, values: list[torch.Tensor]) -> list[torch.Tensor]:
     """The results of a reduction of whole matrices."""
+    if partial.kind == "rows":
+        parts = [_folded(attrs.evolve(partial, kind="row"), [v[rows] for v in values]) for rows in _samples()]
+        return [torch.stack(results) for results in zip(*parts, strict=True)]
     axes = {"col": (1,), "row": (0,), "scalar": (0, 1)}[partial.kind]
     if not isinstance(partial.fold, Fold):
         return [partial.fold(values[0], axes)]
@@ -150,6 +159,8 @@ def run_generated(source: str, spec: KernelSpec, inputs: dict[str, torch.Tensor]
     def registers(param: Param) -> tuple[torch.Tensor, ...]:
         tensor = torch.as_tensor(inputs[param.name])
         tensor = tensor.double() if param.type.dtype is Dtype.F32 else tensor
+        if param.type.kind is Kind.ROWS:
+            tensor = tensor.repeat_interleave(EXTENTS[0] // EXTENTS[2], dim=0)
         if param.type.width is None:
             return (tensor.reshape(-1, 1) if tensor.ndim else tensor,)
         lanes = int(2 * relative_width(epilogue, param))
