@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from emulation import emulated
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import codalang
 from codalang.errors import CodaCallError, CodaError, CodaUnsupportedError
 from codalang.ir import program_reference
-from codalang.torch import program_plan
+from codalang.torch import execute, program_plan
 from codalang.torch.program import ProgramFunction
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -752,6 +753,64 @@ def test_nothing_is_kept_after_the_backward(m):
     made.backward()
     del given
     assert made.grad_fn is not None and not any(r() is not None for r in refs)
+
+
+# ---- kernels, by what stands in for them -----------------------------------------------------------------------------
+
+
+@contextmanager
+def on_kernels() -> Iterator[list[object]]:
+    """Calls go through `codalang.lower.run`, as on a Hopper GPU."""
+    with pytest.MonkeyPatch.context() as patch, emulated() as specs:
+        patch.setattr(execute, "_takes_kernel", lambda *arguments: True)
+        patch.setattr(program_plan, "kernels_possible", lambda device: True)
+        patch.setattr(torch.cuda, "current_device", lambda: None)
+        yield specs
+
+
+def test_kernels_do_what_the_reference_does(m, monkeypatch):
+    """Folded weights, gradients in place, buffers overwritten; launches repeated on other addresses and other forms."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+    shapes = {"y": (64, 16), "x": (64, 32), "w0": (32, 16), "w1": (2, 64, 32), "w2": (32, 64), "g": (32,), "b": (2, 64)}
+    expected: list[list[Tensor]] = []
+    calls = []
+    for kind in ("plain", "other addresses", "other strides", "plain"):
+        given = {n: normal(*shape) / 4 for n, shape in shapes.items()}
+        if kind == "other strides":
+            given |= {n: torch.cat((given[n], given[n]), -1)[..., : given[n].shape[-1]] for n in ("x", "w2")}
+        calls.append({n: v.requires_grad_() for n, v in given.items()})
+
+    def run(given: dict[str, Tensor]) -> list[Tensor]:
+        made = results_of(m.block(**given))
+        some = cotangents(made)
+        return [*(o.detach() for o in made), *gradients(made, floats(given), some)]
+
+    expected = [run(given) for given in calls]
+    function = ProgramFunction(m.block.program)
+    monkeypatch.setitem(m._functions, "block", function)
+    with on_kernels() as specs:
+        found = [run(given) for given in calls]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(close(o, t, 2e-2) and o.dtype is t.dtype for o, t in zip(ours, theirs, strict=True))
+        assert all(close(o, t, 4e-3) for o, t in zip(ours[:2], theirs[:2], strict=True))
+    assert any(spec.operand and spec.operand.b_folding.rows for spec in specs)
+    (tape,) = next(iter(function._calls.values()))[1]._tapes.values()
+    assert [len(tape.plan._launches), all(next(iter(tape.plan._launches.values())))] == [2, True]
+    backward = next(iter(tape._steps.values())).plan(True)
+    assert len(backward._launches) == 2
+
+
+def test_a_launch_is_not_repeated_where_the_reference_is_asked_for(m):
+    given = values("widths", torch.bfloat16, lead=(16,), grad=False)
+    with on_kernels():
+        m.widths(**given)
+    with recorded() as ran:
+        m.widths(**given)
+    assert len(ran) == 1
 
 
 # ---- orders of calls -------------------------------------------------------------------------------------------------

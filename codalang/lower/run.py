@@ -9,9 +9,11 @@ minima by torch's own reduction, stateful transforms by a small kernel (`merge`)
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -226,14 +228,17 @@ class _Call:
 
     def run(self, values: tuple[Value, ...], out: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Allocate, launch on the current stream, finish.  Raises CodaCallError for buffers that share memory."""
+        if _listening.calls is not None:
+            _listening.calls.append(self)
         if self.written:
             check_sharing(self.written, values, out)
         if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
-            return self._run(values, out)
+            return self.repeat(values, out)
         with torch.cuda.device(self.device):
-            return self._run(values, out)
+            return self.repeat(values, out)
 
-    def _run(self, values: tuple[Value, ...], out: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def repeat(self, values: tuple[Value, ...], out: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same on the current device, for buffers that are known to be apart."""
         buffers = [[b.allocate(self.device, out) for b in r.buffers] for r in self.results]
         tensors = [p(v) if p else v for p, v in zip(self.prepare, values, strict=True)]
         outputs = tuple([b for group in buffers for b in group])
@@ -253,6 +258,22 @@ class _Call:
         return {name: finished[name] for name in self.names}
 
 
+class _Listening(threading.local):
+    calls: list[_Call] | None = None
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[_Call]]:
+    """What this thread launches within, in order.  Who knows that tensors have the forms of those may `repeat` it."""
+    before, launched = _listening.calls, list[_Call]()
+    _listening.calls = launched
+    try:
+        yield launched
+    finally:
+        _listening.calls = before
+
+
+_listening = _Listening()
 _CALLS: dict[Any, _Call] = {}
 _LEAST_COUNTERS = 4096  # so that they are seldom allocated anew
 _MOST_CALLS = 4096  # signatures remembered; a new sequence length is a new one

@@ -16,7 +16,7 @@ import contextlib
 import contextvars
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -147,6 +147,45 @@ def _execute(
         out[name].copy_(tensor.view(out[name].shape)) if name in out else tensor
         for name, tensor in zip(names, outputs, strict=True)
     ]
+
+
+@attrs.frozen(eq=False)
+class Launch:
+    """A kernel with everything decided but addresses: runs a job again on values of the same forms.
+
+    `order`: which of the job's values the kernel is given, in its order.
+    """
+
+    repeat: Callable[[tuple[Any, ...], Mapping[str, Tensor]], dict[str, Tensor]]
+    order: tuple[int, ...]
+
+    def run(self, values: Sequence[Any], out: Mapping[str, Tensor] | None) -> Iterable[Tensor]:
+        """The outputs in order.  The current device must be that of the values."""
+        given = tuple([v.tensor if isinstance(v := values[i], Matrix) else v for i in self.order])
+        return self.repeat(given, out or {}).values()
+
+
+def execute_listening(
+    job: Job, values: Sequence[Value | Matrix], out: Mapping[str, Tensor] | None
+) -> tuple[list[Tensor], Launch | None]:
+    """`execute`, and what it launched where that was one kernel."""
+    from codalang.lower import run
+    from codalang.lower.spec import loaded_params
+
+    with run.listening() as calls:
+        outputs = execute(job, values, out)
+    if len(calls) != 1:
+        return outputs, None
+    first = 2 if job.on_gemm else 0
+    params = job.epilogue.params[1:] if job.on_gemm else job.epilogue.params
+    positions = {param.name: index for index, param in enumerate(params, first)}
+    loaded = [positions[p.name] for p in loaded_params(job.epilogue, job.on_gemm)]
+    return outputs, Launch(calls[0].repeat, (*range(first), *loaded))
+
+
+def kernels_possible(device: torch.device) -> bool:
+    """Do calls on this device run on kernels here and now?"""
+    return device.type == "cuda" and _is_hopper(device.index) and not _reference_only.get()
 
 
 def is_autocast_on(device: torch.device) -> bool:
