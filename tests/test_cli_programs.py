@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -354,3 +355,23 @@ def test_run_takes_sizes(run):
 def test_run_needs_a_name_where_there_are_several(run):
     code, _, err = run("run", LLAMA)
     assert code == 1 and "defines 6 programs" in err
+
+
+def test_what_is_timed(run, monkeypatch):
+    """Each way runs; only a GPU has times to tell."""
+    from codalang.cli import trial_program
+
+    done: list[str] = []
+
+    def measure(ways) -> dict[str, float]:
+        for name, way in ways.items():
+            way()
+            done.append(name)
+        return dict.fromkeys(ways, 1.0)
+
+    monkeypatch.setattr(trial_program, "measure", measure)
+    module = load_program(str(MLP))
+    options = argparse.Namespace(dtype="f32", seed=0, backward=True)
+    trial = trial_program.Trial(module, module.programs["mlp"], SIZES, options, "cpu")
+    assert [entry["way"] for entry in trial.times()] == done
+    assert done == ["codalang", "cublas (matmuls alone)", "codalang, both passes", "cublas, both passes"]
