@@ -23,6 +23,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import attrs
@@ -85,6 +86,12 @@ class Block:
     frequency: Tensor
     d_x2: Tensor
     d_qkv: Tensor
+
+    @cached_property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines: models make them once."""
+        angles = self.positions[:, None] * self.frequency[None, : (self.size.h + self.size.kv) // 2]
+        return angles.cos(), angles.sin()
 
     @property
     def wanted(self) -> list[Tensor]:
@@ -180,14 +187,7 @@ def in_torch(
 def with_torch(block: Block, function: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """`in_torch`, compiled or not, on the same tensors."""
     b = block
-    if id(block) not in _TABLES:  # models have tables of cosines and sines: they are made once
-        angles = b.positions[:, None] * b.frequency[None, : (b.size.h + b.size.kv) // 2]
-        _TABLES[id(block)] = (angles.cos(), angles.sin())
-    cos, sin = _TABLES[id(block)]
-    return function(b.y, b.x, b.w_o, b.g_mlp, b.w_gate_up, b.w_down, b.g_attention, b.w_qkv, cos, sin)
-
-
-_TABLES: dict[int, tuple[Tensor, Tensor]] = {}
+    return function(b.y, b.x, b.w_o, b.g_mlp, b.w_gate_up, b.w_down, b.g_attention, b.w_qkv, *b.tables)
 
 
 def gemms_alone(block: Block, backward: bool) -> Call:
@@ -369,7 +369,6 @@ def main() -> None:
             if options.out:
                 options.out.mkdir(parents=True, exist_ok=True)
                 (options.out / "block.json").write_text(json.dumps(report, indent=1))
-            _TABLES.clear()
             gc.collect()
             torch.cuda.empty_cache()
 
