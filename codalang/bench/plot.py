@@ -78,12 +78,13 @@ def roofline(report: Report) -> str:
 
     shapes = [_line(*at(low_x, low_y), *at(high_x, low_y), INK), _line(*at(low_x, low_y), *at(low_x, high_y), INK)]
     start = max(ridge, low_x) if ridge else low_x
-    shapes.append(_line(*at(start, peak), *at(high_x, peak), INK))
-    shapes.append(_text(at(high_x, peak)[0], at(high_x, peak)[1] - 6, f"{peak:.0f} TFLOP/s, cuBLAS", anchor="end"))
+    left, top = at(start, peak)
+    shapes.append(_line(left, top, at(high_x, peak)[0], top, INK))
+    shapes.append(_text(left + 6, top - 8, f"{peak:.0f} TFLOP/s, cuBLAS"))
     if bandwidth and ridge and ridge > low_x:
-        from_x, roof = max(low_x, low_y / bandwidth), f"{bandwidth:.2f} TB/s, a copy"
-        shapes.append(_line(*at(from_x, from_x * bandwidth), *at(ridge, peak), INK))
-        shapes.append(_text(at(ridge, peak)[0] - 8, at(ridge, peak)[1] + 30, roof, anchor="end"))
+        from_x = max(low_x, low_y / bandwidth)
+        shapes.append(_line(*at(from_x, from_x * bandwidth), left, top, INK))
+        shapes.append(_text(left + 6, top + 30, f"{bandwidth:.2f} TB/s, a copy"))
     for x, y, result in points:
         title = f"{result.title}, {result.width}, {result.tokens}: {y:.0f}"
         shapes.append(_dot(*at(x, y), _group_colour(result), title))
