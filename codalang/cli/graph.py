@@ -92,15 +92,14 @@ def _panel(
 ) -> Panel:
     works = [work(statement, stored) for statement in program.statements]
     matmuls = sum(w.kind == "matmul" for w in works)
-    operations = sum((w.operations for w in works), NOTHING)
-    summary = (
-        f"{matmuls} matmul{'' if matmuls == 1 else 's'}, {show_operations(operations, sizes)}; "
-        f"{show_bytes(total(works, stored, 'operands'), sizes)} of operands, "
-        f"{show_bytes(total(works, stored, 'loads'), sizes)} loaded besides, "
-        f"{show_bytes(total(works, stored, 'stores'), sizes)} stored; {dtype}"
-    )
+    told = [f"{matmuls} matmul{'' if matmuls == 1 else 's'}"]
+    if set(program.dims) <= sizes.keys():  # polynomials of all are too long for a line
+        moved = {key: show_bytes(total(works, stored, key), sizes) for key in ("operands", "loads", "stores")}
+        told.append(show_operations(sum((w.operations for w in works), NOTHING), sizes))
+        told.append(f"{moved['operands']} of operands, {moved['loads']} loaded besides, {moved['stores']} stored")
+    told.append(dtype)
     known = {name: size for name, size in sizes.items() if name in program.dims}
     if known:
-        summary += f"; {show_sizes(known)}"
+        told.append(show_sizes(known))
     steps = [text(statement) for statement in program.statements]
-    return Panel(title, summary, program, program.results, stored, works, steps, frozenset(held), sizes)
+    return Panel(title, "; ".join(told), program, program.results, stored, works, steps, frozenset(held), sizes)

@@ -162,7 +162,7 @@ def work(statement: Statement, found: Mapping[str, Stored]) -> Work:
         operands = tuple(dict.fromkeys((host.a, host.b)))
         loads = tuple(dict.fromkeys(v for _, v in statement.inputs if isinstance(v, str)))
         return Work("matmul", name, str(host), (m, n, k), m * n * k * 2, operands, loads, made, counts)
-    return Work("hosted", name, host, statement.extents, NOTHING, (), reads, made, counts)
+    return Work("hosted", name, host, statement.extents[:2], NOTHING, (), reads, made, counts)
 
 
 def primitives(epilogue: Epilogue) -> dict[str, int]:
