@@ -187,12 +187,16 @@ def test_a_program_has_the_gradients_of_autograd(block: Block) -> None:
 
 
 @each("coda")
-def test_a_program_s_calls_are_as_its_reference(block: Block, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_s_calls_are_as_its_reference(
+    block: Block, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Results and gradients of each `program`, in float64: `codalang run`."""
     path = tmp_path / "block.coda"
     path.write_text(block.text)
     for name in parse(block.text).programs:
-        assert main(["run", str(path), name, "--backward", "--dtype", "f64", "--device", "cpu"]) == 0, capsys.readouterr()
+        assert main(["run", str(path), name, "--backward", "--dtype", "f64", "--device", "cpu"]) == 0, (
+            capsys.readouterr()
+        )
 
 
 @each("coda derived")
