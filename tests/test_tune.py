@@ -18,7 +18,8 @@ from codalang.bench.workloads import standard
 from codalang.cli import main
 from codalang.cli.programs import load_program
 from codalang.cli.tune import gemm_calls, line, program_calls, table
-from codalang.lower import plan, run, split, tuned
+from codalang.errors import CodaCompileError
+from codalang.lower import ahead, plan, run, split, tuned
 from codalang.lower.cache import Cache
 from codalang.lower.spec import Config, KernelSpec, Operand
 from codalang.torch import execute
@@ -139,6 +140,26 @@ def test_the_kernels_of_calls_with_and_without_a_gradient() -> None:
         }
     # the forward that saves the pre-activation is another kernel; the residual stream is its own saved value
     assert stores == {"scaled_swiglu": [1, 2], "residual_rms": [2], "logsumexp_target": [0, 1]}
+
+
+def test_what_does_not_compile_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of("scaled_swiglu")
+    problem = tune.Problem(spec, *EXTENTS)
+    configs = all_for(spec, *EXTENTS)
+    failing = {configs[3]}
+    told = []
+
+    def compile_each(specs, processes, progress):
+        progress(len(specs), len(specs))
+        return {s: ahead.Compiled(1.0, error="no registers left" if s.config in failing else None) for s in specs}
+
+    monkeypatch.setattr(ahead, "compile_each", compile_each)
+    compiled = tune.compiled([problem], progress=lambda done, total: told.append((done, total)))
+    assert compiled == {problem: [c for c in configs if c != configs[3]]}
+    assert told == [(len(configs), len(configs))]
+    failing.add(configs[0])
+    with pytest.raises(CodaCompileError, match="scaled_swiglu 8192 x 8192 x 4096 does not compile: no registers left"):
+        tune.compiled([problem])
 
 
 class Times:

@@ -18,6 +18,7 @@ import torch
 
 from codalang.bench.candidates import all_for
 from codalang.bench.timing import Call, Timing, interleaved
+from codalang.errors import CodaCompileError
 from codalang.lower import ahead, run, split, tuned
 from codalang.lower.spec import Config, KernelSpec
 
@@ -77,7 +78,7 @@ def recording() -> Iterator[list[GemmCall]]:
             with torch.no_grad():
                 return original(*arguments, config=config, **options)
 
-        with problems() as asked, ahead.recorded():
+        with problems() as asked, ahead.recorded(), run.listening():  # nobody else is to hear of this rehearsal
             original(*arguments, **options)
         for problem in asked:
             found.setdefault(problem, GemmCall(problem, replay))
@@ -112,13 +113,18 @@ def problems() -> Iterator[list[Problem]]:
 def compiled(
     problems_: Sequence[Problem], processes: int | None = None, progress: Callable[[int, int], None] = lambda a, b: None
 ) -> dict[Problem, list[Config]]:
-    """The candidates of each problem that compile, the heuristic's first."""
+    """The candidates of each problem that compile, the heuristic's first.
+
+    Raises CodaCompileError where the heuristic's does not compile.
+    """
     every = {p: all_for(p.spec, p.m, p.n, p.k) for p in problems_}
     specs = [attrs.evolve(p.spec, config=c) for p, configs in every.items() for c in configs]
     outcome = ahead.compile_each(specs, processes, progress)
-    return {
-        p: [c for c in configs if outcome[attrs.evolve(p.spec, config=c)].error is None] for p, configs in every.items()
-    }
+    errors = {(p, c): outcome[attrs.evolve(p.spec, config=c)].error for p, configs in every.items() for c in configs}
+    for problem, (heuristic, *_) in every.items():
+        if error := errors[problem, heuristic]:
+            raise CodaCompileError(f"the kernel of {problem.name} does not compile: {error}", problem.spec.epilogue.loc)
+    return {p: [c for c in configs if errors[p, c] is None] for p, configs in every.items()}
 
 
 def tune(call: GemmCall, configs: Sequence[Config], *, timer: Timer = interleaved) -> Tuned:
@@ -152,7 +158,7 @@ def _bound(call: GemmCall, config: Config) -> Call:
 
 
 def keep(result: Tuned, gpu: str) -> bool:
-    """Remember the best; calls of this process take it from now on, too."""
+    """Remember the best; calls that this process has not decided yet take it, too."""
     problem = result.problem
     facts = {"milliseconds": result.best_ms, "heuristic_milliseconds": result.heuristic_ms}
     kept = tuned.remember(problem.spec, problem.m, problem.n, problem.k, gpu, result.best, **facts)
