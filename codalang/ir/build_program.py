@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from codalang.errors import CodaNameError, CodaTypeError, Loc
+from codalang.errors import CodaNameError, CodaTypeError, CodaUnsupportedError, Loc
 from codalang.ir.build import EpilogueBuilder
 from codalang.ir.dims import ONE, Dim
 from codalang.ir.epilogue import Epilogue, Param, Reduce
@@ -119,7 +119,9 @@ class ProgramBuilder:
         if host is not None:
             accumulator = epilogue.params[0]
             at = places.get(accumulator.name, loc)
-            have = self.product(host, at) if isinstance(host, Matmul) else self._tile(host, accumulator, at)
+            have = (
+                self.product(host, at) if isinstance(host, Matmul) else self._tile(host, accumulator, epilogue.name, at)
+            )
             operands.axis(0, have[0], str(host), host, at)
             operands.columns(have[1], accumulator, str(host), host, at)
         for param in hosted:
@@ -244,15 +246,15 @@ class ProgramBuilder:
             )
         return self._matrix(name, "a matmul is of matrices", loc)
 
-    def _tile(self, name: str, param: Param, loc: Loc | None) -> tuple[Dim, Dim]:
+    def _tile(self, name: str, param: Param, epilogue: str, loc: Loc | None) -> tuple[Dim, Dim]:
         have = self.type_of(name, loc)
         if have.dtype is not param.type.dtype:
             raise CodaTypeError(
-                f"`{param.name}` holds {param.type.dtype.value}, and `{name}` holds {have.dtype.value}",
+                f"`{param.name}` of `{epilogue}` holds {param.type.dtype.value}, and `{name}` holds {have.dtype.value}",
                 loc,
                 notes=self.notes(name),
             )
-        return self._matrix(name, f"`{param.name}` is a tile", loc)
+        return self._matrix(name, f"`{param.name}` of `{epilogue}` is a tile", loc)
 
     def _matrix(self, name: str, because: str, loc: Loc | None) -> tuple[Dim, Dim]:
         matrix = self.type_of(name, loc).matrix
@@ -289,6 +291,12 @@ class ProgramBuilder:
         return self._epilogues[epilogue]
 
     def _make(self, name: str, type_: TensorType, loc: Loc | None) -> None:
+        if type_.pair_axis is not None:
+            raise CodaUnsupportedError(
+                f"`{name}` would be {type_}, whose first axis is that of pairs",
+                loc,
+                hint="give the 2 in the shape of a parameter a name",
+            )
         self._define(name, type_, loc)
         self._made.add(name)
 
@@ -324,7 +332,7 @@ class _Operands:
             dims = ", ".join(self.epilogue.dims)
             raise CodaTypeError(f"`{self.epilogue.name}` has extents [{dims}], got {len(self.given)}", self.loc)
         self.extents = [None] * count if self.given is None else list(self.given)
-        self.source = [("the call", ())] * count
+        self.source = [("", ())] * count
 
     def input(self, param: Param, value: Value, loc: Loc | None) -> None:
         """Check an argument, and learn from it."""
@@ -393,9 +401,10 @@ class _Operands:
         self, axis: int, have: Dim, wanted: Dim, shown: str, values: tuple[str, ...], loc: Loc | None
     ) -> CodaTypeError:
         source, others = self.source[axis]
+        said = f"`{source}` says" if source else "the brackets say"
         return CodaTypeError(
             f"`{shown}` has {have} {_AXES[axis]} where `{self.epilogue.name}` needs {wanted}: "
-            f"`{source}` says what its {self.epilogue.dims[axis]} is",
+            f"{said} what its {self.epilogue.dims[axis]} is",
             loc,
             notes=self.builder.notes(*others, *values),
         )

@@ -253,6 +253,54 @@ def _wants_operator(s: _Situation) -> bool:
     return {"PLUS", "MINUS"} <= s.accepts
 
 
+def _in_program_parameters(s: _Situation) -> bool:
+    types = [t.type for t in s.open]
+    return "PROGRAM" in types and "LPAR" in types and "LBRACE" not in types
+
+
+# What begins a statement elsewhere -> what to say where it does in a program.
+_IN_PROGRAM = {
+    "LET": ("a program has no `let`", "write `name = expression`"),
+    "STORE": ("a program has no `store`", "what an epilogue stores is its result: `y = my_epilogue(x @ w.T)`"),
+    "REDUCE": ("a program has no `reduce`", "an epilogue reduces a matrix; `s = sum(v)` is the sum of a vector"),
+    "STATE": ("a program has no `state`", "an epilogue folds a matrix with one"),
+    "SAVE": ("a program has no `save`", "it stands in the epilogue whose value is saved"),
+    "RECOMPUTE": ("a program has no `recompute`", "it stands in the epilogue whose value is recomputed"),
+    "LSQB": ("results do not stand in brackets", "several stand in parentheses: `(x, y) = my_epilogue(...)`"),
+    **{
+        word: (f"`{word.lower()}` stands outside of {{ }}", "a program contains statements only")
+        for word in ("FN", "EPILOGUE", "PROGRAM", "IMPORT")
+    },
+}
+
+
+def _at_program_statement(s: _Situation) -> bool:
+    at = s.accepts >= _PROGRAM_STATEMENT and not _at_statement(s) and "NUMBER" not in s.accepts
+    return at and s.token.type in _IN_PROGRAM
+
+
+def _in_program(s: _Situation) -> CodaError:
+    message, hint = _IN_PROGRAM[s.token.type]
+    return CodaSyntaxError(message, s.loc, hint=hint)
+
+
+def _unnamed_results(s: _Situation) -> bool:
+    """A statement of a program that goes on as none does."""
+    is_program = any(t.type == "PROGRAM" for t in s.open)
+    return is_program and s.accepts == {"EQUAL"} and _follows(s, "LBRACE", "NAME")
+
+
+def _results(s: _Situation) -> CodaError:
+    name = shorten(str(s.open[-1]))
+    if s.token.type == "_COMMA":
+        hint = f"several results stand in parentheses: `({name}, ...) = my_epilogue(...)`"
+    elif s.token.type == "LPAR":
+        hint = f"name the results: `y = {name}(...)`, or `(y, z) = {name}(...)` for several"
+    else:
+        hint = "a statement is `name = ...` or `(name, name) = ...`; a value is made once, and does not change"
+    return CodaSyntaxError(f"expected `=`, got `{s.text}`", s.loc, hint=hint)
+
+
 def _indexed(s: _Situation) -> bool:
     """`x[0]` or `x[:, 0]`, where only `f[M, N](...)` is."""
     types = [t.type for t in s.open]
@@ -311,6 +359,16 @@ _RULES: tuple[tuple[Callable[[_Situation], bool], Callable[[_Situation], CodaErr
         lambda s: CodaSyntaxError(
             f"a definition cannot begin with `{s.text}`", s.loc, hint=_misspelled(s, _DEFINITION)
         ),
+    ),
+    (_at_program_statement, _in_program),
+    (_unnamed_results, _results),
+    (
+        lambda s: s.accepts == {"_COLON"} and _in_program_parameters(s),
+        _syntax_error("expected `:` and a shape, got `{token}`", "each parameter has a shape: `x: [T, D]`"),
+    ),
+    (
+        lambda s: s.token.type == "LSQB" and _in_program_parameters(s) and s.after == "NAME",
+        _syntax_error("a program's parameter has no kind", "a matrix is `[T, D]`, a vector `[D]`, a number `scalar`"),
     ),
     (_closes_nothing, _syntax_error("`{token}` closes nothing")),
     (

@@ -107,7 +107,15 @@ class _Names:
         found = self.file.find(call.function, syntax.Epilogue | syntax.Program)
         is_function = self.file.find(call.function, syntax.Function) is not None
         if is_function or name in BUILTINS:
-            self._call(call, None)
+            self._call(call, None, several=True)
+            function = self.file.find(call.function, syntax.Function)
+            results = _result_count(function.definition) if function is not None else 1
+            if results != 1:
+                raise CodaTypeError(
+                    f"`{shown}` gives {_values(results)}",
+                    self.file.locate(call.span),
+                    hint="in a program a function gives one value: write an `fn` that returns the one you want",
+                )
         elif found is not None:
             what = "an epilogue" if isinstance(found.definition, syntax.Epilogue) else "a program"
             raise CodaSyntaxError(

@@ -19,6 +19,7 @@ from codalang.ir.program import TensorType
 from codalang.parser import syntax
 from codalang.parser.complaints import shorten, suggestion
 from codalang.parser.files import File
+from codalang.parser.library import library_names
 from codalang.parser.names import BUILTINS, PAIRS
 from codalang.parser.syntax import Word
 
@@ -101,6 +102,20 @@ class ProgramNames:
         value = self.read(name)
         return value, self.builder.types[value]
 
+    def check_epilogue(self, call: syntax.Call) -> None:
+        """Raise CodaNameError for a call of what is neither an epilogue, nor a program, nor a function."""
+        name, loc = call.function.text, self.file.locate(call.function.span)
+        is_applied = any(isinstance(o, syntax.Matmul) for o in call.operands) or call.keywords or call.extents
+        callables = [*self.file.names(syntax.Epilogue), *self.file.names(syntax.Program)]
+        if name in library_names():
+            hint: str | None = f"`import {name}` imports it from the standard library"
+        elif is_applied:
+            hint = suggestion(name, callables) or _listed("epilogues and programs", callables)
+            hint = hint or "an epilogue is defined in this file, or imported"
+        else:
+            return
+        raise CodaNameError(f"unknown epilogue `{shorten(name)}`", loc, hint=hint)
+
     # What is wrong with operators
 
     def check_operators(self, root: syntax.Expression) -> None:
@@ -161,7 +176,7 @@ class ProgramNames:
             return CodaNameError(
                 f"the result `{shown}` is never made", loc, hint=near or f"no line says `{shown} = ...`"
             )
-        return CodaNameError(f"unknown name `{shown}`", loc, hint=near or _listed(self.values))
+        return CodaNameError(f"unknown name `{shown}`", loc, hint=near or _listed("values", self.values))
 
     def _early(self, text: str, loc: Loc) -> CodaError:
         """A value is read by the statement that makes it, or by one above that."""
@@ -182,11 +197,11 @@ class ProgramNames:
                 notes=((made, "it is made here"),),
                 hint="a program runs from top to bottom: move this line below that one",
             )
-        notes = [(self.file.locate(name.span), f"`{shorten(name.text)}` is read here") for name in path]
+        notes = [(self.file.locate(name.span), f"which reads `{shorten(name.text)}`") for name in path]
         return CodaNameError(
-            f"`{shown}` depends on what it is needed for",
+            f"a cycle: `{shown}` is needed for `{shorten(path[-1].text)}`, of which it is made",
             loc,
-            notes=((made, "it is made here"), *notes[:3]),
+            notes=((made, f"`{shown}` is made here"), *notes[:3]),
             hint="these statements need each other: none can be the first",
         )
 
@@ -214,5 +229,5 @@ def _read(statement: syntax.Bind) -> Iterator[syntax.Name]:
     return (part for part in syntax.walk(statement.value) if isinstance(part, syntax.Name))
 
 
-def _listed(names: Collection[str]) -> str | None:
-    return f"the values here are {', '.join(sorted(names))}" if 0 < len(names) <= 40 else None
+def _listed(what: str, names: Collection[str]) -> str | None:
+    return f"the {what} here are {', '.join(sorted(names))}" if 0 < len(names) <= 40 else None

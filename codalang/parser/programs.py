@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import attrs
+
 from codalang.errors import CodaNameError, CodaSyntaxError, CodaTypeError, CodaUnsupportedError, Loc
 from codalang.ir.build_program import ExpressionBuilder, ProgramBuilder
 from codalang.ir.dims import Dim
@@ -20,7 +22,7 @@ from codalang.ir.epilogue import Epilogue
 from codalang.ir.inline_program import inline
 from codalang.ir.names import DISCARD, Namer
 from codalang.ir.ops import REDUCTIONS
-from codalang.ir.program import Matmul, Program, ProgramParam, Value
+from codalang.ir.program import EXPRESSION_DIMS, Matmul, Program, ProgramParam, Value
 from codalang.ir.types import PARAM_DTYPES, Dtype, Kind, register_dtype
 from codalang.parser import syntax
 from codalang.parser.complaints import shorten, suggestion
@@ -47,6 +49,17 @@ def elaborate_program(
     Raises CodaSyntaxError, CodaNameError, CodaTypeError or CodaLocalityError for the first fault.
     """
     return _Elaborator(definition, file, epilogue, program).run()
+
+
+@attrs.frozen
+class _Wanted:
+    """What a parameter takes, which `shown` says for a message; what is neither scalar nor vector is a matrix."""
+
+    name: str
+    shown: str
+    is_scalar: bool
+    is_vector: bool
+    dtype: Dtype
 
 
 class _Elaborator:
@@ -155,6 +168,8 @@ class _Elaborator:
         found = self.file.find(value.function, syntax.Epilogue | syntax.Program)
         text = value.function.text
         is_function = text in BUILTINS or text in REDUCTIONS or self.file.find(value.function, syntax.Function)
+        if found is None and not is_function:
+            self.names.check_epilogue(value)
         if found is None or not is_function or value.keywords or value.extents:
             return found
         # Both an epilogue and a function have the name: an epilogue has a matrix as its host.
@@ -165,7 +180,8 @@ class _Elaborator:
 
     def _one_name(self, statement: syntax.Bind, what: str) -> str:
         if len(statement.names) != 1:
-            raise CodaTypeError(f"{what} gives 1 value, got {len(statement.names)} names", self._loc(statement.span))
+            span = statement.names[0].span.to(statement.names[-1].span)
+            raise CodaTypeError(f"{what} gives 1 value, got {len(statement.names)} names", self._loc(span))
         (name,) = statement.names
         self.names.check_new(name)
         return name.text
@@ -236,6 +252,12 @@ class _Elaborator:
                 notes=self._defined(found),
                 hint=f"write `{shorten(epilogue.name)}(a @ b.T, ...)`, or a matrix in place of the matmul",
             )
+        if accumulator is None and call.operands and isinstance(call.operands[0], syntax.Matmul):
+            raise CodaTypeError(
+                f"`{shorten(epilogue.name)}` is applied to no matmul: its first parameter is no tile",
+                self._loc(call.operands[0].span),
+                notes=self._defined(found),
+            )
         missing = [p for p in epilogue.params if p.name not in given]
         if missing:
             shown = ", ".join(f"`{shorten(p.name)}: {p.type.show(epilogue.dims)}`" for p in missing[:4])
@@ -248,9 +270,10 @@ class _Elaborator:
             host = self._host(given[accumulator.name], epilogue, found)
         inputs: dict[str, Value] = {}
         for param in epilogue.params[host is not None :]:
-            is_scalar = param.type.kind is Kind.SCALAR
+            shown = f"`{shorten(param.name)}` of `{shorten(epilogue.name)}` is {param.type.show(epilogue.dims)}"
             is_vector = param.type.kind in (Kind.ROW, Kind.COL)
-            inputs[param.name] = self._argument(given[param.name], param.name, is_scalar, is_vector, param.type.dtype)
+            wanted = _Wanted(param.name, shown, param.type.kind is Kind.SCALAR, is_vector, param.type.dtype)
+            inputs[param.name] = self._argument(given[param.name], wanted)
         extents = self._extents(call) if call.extents else None
         results = [None if n.text == DISCARD else n.text for n in statement.names]
         places = {name: self._loc(value.span) for name, value in given.items()}
@@ -342,33 +365,40 @@ class _Elaborator:
 
     # Arguments
 
-    def _argument(self, value: syntax.Expression, wanted: str, is_scalar: bool, is_vector: bool, dtype: Dtype) -> Value:
+    def _argument(self, value: syntax.Expression, wanted: _Wanted) -> Value:
         """A value by name, a number, an extent, or the name of a new auxiliary step."""
+        loc = self._loc(value.span)
         if isinstance(value, syntax.Name) and not self.names.is_dim(value.text):
             return self.names.read(value)
-        if isinstance(value, syntax.Literal) and is_scalar:
-            number = self._number(value, dtype)
+        if isinstance(value, syntax.Literal) and wanted.is_scalar:
+            number = self._number(value, wanted.dtype)
             if number is not None:
                 return number
+            takes = {Dtype.I32: "an integer of 32 bits", Dtype.BOOL: "true or false", Dtype.F32: "a number"}
+            raise CodaTypeError(f"{wanted.shown}: {takes[wanted.dtype]} is needed", loc)
+        self.names.check_operators(value)
+        if not (wanted.is_scalar or wanted.is_vector):
             raise CodaTypeError(
-                f"`{shorten(wanted)}` is a scalar of {dtype.value}, and this is none", self._loc(value.span)
+                f"{wanted.shown}: a matrix is needed, and an expression is of vectors and scalars",
+                loc,
+                hint="the elements of matrices are computed with in epilogues: let one make this, and pass its result",
             )
-        if is_scalar and dtype is Dtype.F32:
+        if wanted.dtype is not Dtype.F32:
+            raise CodaTypeError(
+                f"{wanted.shown}, and an expression makes numbers",
+                loc,
+                hint="indices and masks come from parameters and from states",
+            )
+        if wanted.is_scalar:
             try:
                 return read_extent(value, self.names.is_dim)
             except NoExtent:
                 pass
-        if not (is_scalar or is_vector):
-            self._no_matrix_expression(value)
-        return self._auxiliary(self.namer.fresh(wanted), value, self._loc(value.span))
-
-    def _no_matrix_expression(self, value: syntax.Expression) -> None:
-        self.names.check_operators(value)
-        raise CodaTypeError(
-            "a matrix is needed here, and an expression is of vectors and scalars",
-            self._loc(value.span),
-            hint="the elements of matrices are computed with in epilogues: let one make this, and pass its result",
-        )
+        made = self._auxiliary(self.namer.fresh(wanted.name), value, loc)
+        is_scalar = not self.builder.types[made].shape
+        if is_scalar is not wanted.is_scalar:
+            raise CodaTypeError(f"{wanted.shown}, and this is a {'scalar' if is_scalar else 'vector'}", loc)
+        return made
 
     # Auxiliary steps
 
@@ -417,14 +447,22 @@ class _Elaborator:
                 if isinstance(part, syntax.Call):
                     check_call(self.file, part)
                 stack.extend(reversed(syntax.value_operands(part)))
-        value_node = evaluator.node(root)
-        evaluator.finish()
+        value_node = self._evaluated(evaluator, root)
         self._check_numbers(expression, value_node, root)
         if how is None:
             made = expression.result(name, value_node, where)
         else:
             made = expression.total(name, value_node, how, where)
         return self.builder.vector(name, made, where, places)
+
+    def _evaluated(self, evaluator: Evaluator, root: syntax.Expression) -> int:
+        try:
+            value = evaluator.node(root)
+        except CodaTypeError as error:  # here a row is any vector
+            message = error.message.replace(f"row[{EXPRESSION_DIMS[1]}]", "vector")
+            raise CodaTypeError(message, error.loc, notes=error.notes, hint=error.hint) from None
+        evaluator.finish()
+        return value
 
     def _check_numbers(self, expression: ExpressionBuilder, value: int, root: syntax.Expression) -> None:
         have = expression.nodes[value].type
@@ -455,7 +493,9 @@ class _Elaborator:
             )
         self._count_results(statement, call, program.results, found)
         self._limit(program, call)
-        arguments = {p.name: self._program_argument(given[p.name], p) for p in program.params if p.name in given}
+        arguments = {
+            p.name: self._program_argument(given[p.name], p, program.name) for p in program.params if p.name in given
+        }
         results = [None if n.text == DISCARD else n.text for n in statement.names]
         places = {name: self._loc(value.span) for name, value in given.items()}
         made = inline(self.builder, program, arguments, results, self.namer.fresh, self._loc(statement.span), places)
@@ -463,9 +503,10 @@ class _Elaborator:
             if name.text != DISCARD:
                 self.names.define(name, self._result_of_call(name, value))
 
-    def _program_argument(self, value: syntax.Expression, param: ProgramParam) -> Value:
+    def _program_argument(self, value: syntax.Expression, param: ProgramParam, program: str) -> Value:
+        shown = f"`{shorten(param.name)}` of `{shorten(program)}` is {param.type}"
         is_scalar, is_vector = not param.type.shape, param.type.matrix is None
-        return self._argument(value, param.name, is_scalar, is_vector, param.type.dtype)
+        return self._argument(value, _Wanted(param.name, shown, is_scalar, is_vector, param.type.dtype))
 
     def _result_of_call(self, name: Word, value: Value) -> str:
         """The value that a result is.  An argument that is returned is that value; a number is made one."""
