@@ -21,10 +21,13 @@ import keyword
 from collections.abc import Collection, Iterable, Sequence
 from fractions import Fraction
 
+import attrs
+
 from codalang.ir.epilogue import Epilogue, Node, State
 from codalang.ir.ops import OPS
 from codalang.ir.states import Function, StateDef
 from codalang.lower.body import HOST_OPS
+from codalang.lower.factor import factored
 from codalang.lower.spec import KernelSpec, base_width, folds, loaded_params, relative_width
 
 # Functions of `device` that need no lifting from registers to tuples.
@@ -42,6 +45,7 @@ def generate(spec: KernelSpec) -> str:
 
     Raises CodaUnsupportedError where a width has no register layout.
     """
+    spec = attrs.evolve(spec, epilogue=factored(spec.epilogue))
     epilogue = spec.epilogue
     on_gemm = spec.operand is not None
     names = _value_names([str(n.attr) if n.op == "param" else n.hint for n in epilogue.nodes])

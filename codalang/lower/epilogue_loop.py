@@ -51,6 +51,7 @@ SAME_ROW = (1, 2)  # lane bits that differ within a row of the accumulator
 SAME_COLUMN = (4, 8, 16)  # lane bits that differ within a column
 COMMUTATIVE = tuple(device.REDUCTIONS.values())
 Leave = Callable[[Int32, list[tuple], Any], None]  # writes adjacent columns from one on, where valid
+EVICT_FIRST = 0x12F0000000000000  # the descriptor of this policy for L2, as cutlass::TMA::CacheHintSm90 has it
 EIGHTS_OF_MATRICES = 2  # of columns, and both halves of the rows: what one instruction moves by matrices
 
 
@@ -135,6 +136,9 @@ class EpilogueLoop:
             cute.arch.sync_warp()  # all lanes have read the slabs that are overwritten now
             for step in range(self.config.load_stages):
                 self._request(step, tile_m, tile_n)
+            if self.config.prefetch:
+                for step in range(self.config.load_stages, self.kernel.subtiles * self.kernel.row_blocks):
+                    self._prefetch(step, tile_m, tile_n)
         cols = [
             [[self._col_value(v, tile_m, block, half) for half in (0, 1)] for block in range(self.kernel.row_blocks)]
             for v in self.col_vectors
@@ -175,7 +179,18 @@ class EpilogueLoop:
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, sum(p.slab.bytes_per_warp for p in self.loads))
         for port in self.loads:
             for slot, row, column in self._panels(port, step, stage, tile_m, tile_n):
-                cute.copy(port.atom, port.memory[(None, row, column)], port.shared[(None, slot)], tma_bar_ptr=barrier)
+                source, target = port.memory[(None, row, column)], port.shared[(None, slot)]
+                cute.copy(port.atom, source, target, tma_bar_ptr=barrier, cache_policy=self._policy("inputs", "all"))
+
+    def _prefetch(self, step: int, tile_m: Int32, tile_n: Int32) -> None:
+        """Bring what the step-th sub-tile loads into L2."""
+        for port in self.loads:
+            for _, row, column in self._panels(port, step, 0, tile_m, tile_n):
+                cute.prefetch(port.atom, port.memory[(None, row, column)])
+
+    def _policy(self, *streams: str) -> Int64 | None:
+        """How L2 shall treat a tile: to leave first where the configuration's streams are among the given ones."""
+        return Int64(EVICT_FIRST) if self.config.streams in streams else None
 
     def _panels(
         self, port: SlabPort, step: int, stage: int, tile_m: Int32, tile_n: Int32
@@ -261,7 +276,8 @@ class EpilogueLoop:
         cute.arch.sync_warp()
         for port in self.stores:
             for slot, row, column in self._panels(port, step, step % port.slab.stages, tile_m, tile_n):
-                cute.copy(port.atom, port.shared[(None, slot)], port.memory[(None, row, column)])
+                source, target = port.shared[(None, slot)], port.memory[(None, row, column)]
+                cute.copy(port.atom, source, target, cache_policy=self._policy("all"))
         cute.arch.cp_async_bulk_commit_group()
 
     def _columns(

@@ -55,9 +55,17 @@ def load(dtype: Any, address: Any, count: int, space: cute.AddressSpace) -> Regi
 
     The address must be a multiple of the whole size, or of 16 bytes where that is more.
     """
+    if dtype is cutlass.BFloat16 and count % 2 == 0:
+        words = load(Int32, address, count // 2, space)
+        return tuple(value for word in words for value in _widened_pair(word))
     fragment = cute.make_rmem_tensor((count,), dtype)
     cute.autovec_copy(_vector(dtype, address, count, space), fragment)
     return tuple(widened(fragment[i]) for i in range(count))
+
+
+def _widened_pair(word: Int32) -> Registers:
+    """Two bf16 in f32: one instruction each, where the compiler's conversion of the upper one takes two."""
+    return tuple(bits.bitcast(Float32) for bits in (word << 16, word & -(1 << 16)))
 
 
 def store(dtype: Any, address: Any, values: Registers, space: cute.AddressSpace) -> None:
@@ -94,6 +102,8 @@ def load_matrices(dtype: Any, address: Int32) -> tuple[Registers, ...]:
         "=r,=r,=r,=r,r,~{memory}",
         has_side_effects=True,
     )
+    if dtype is cutlass.BFloat16:
+        return tuple(_widened_pair(Int32(llvm.extractvalue(T.i32(), words, [i]))) for i in range(MATRICES))
     fragment = cute.make_rmem_tensor((2 * MATRICES,), dtype)
     pairs = cute.recast_tensor(fragment, Int32)
     for i in range(MATRICES):

@@ -42,6 +42,10 @@ class Config:
         store_stages: sub-tiles of tile outputs in flight per warp (0 where there are none).
         raster: clusters of one group along N, for L2 locality.
         split: parts of K that are multiplied apart and added by the last that is done; see `gather`.
+        prefetch: tile inputs are brought into L2 before the tile's mainloop, all of them.
+        streams: tiles that leave L2 before others: `none`, `inputs`, or `all`, outputs too.
+        a_rows: rows of A that are loaded for a tile, where M has no more: TMA takes longer for a row outside than for
+            one inside.  0: all.
     """
 
     tile: tuple[int, int]
@@ -53,6 +57,9 @@ class Config:
     store_stages: int
     raster: int = 8
     split: int = 1
+    prefetch: bool = False
+    streams: str = "none"
+    a_rows: int = 0
 
 
 @attrs.frozen
@@ -96,6 +103,8 @@ class KernelSpec:
         aligned: hosted kernels only: every row starts on a 16-byte boundary, so that vectors may be used.
         merge: the kernel merges the partials of this element of `folds`, and does nothing else.
         input_foldings, output_foldings: of each input and store, in order; empty where all are plain.
+        parts: the kernel is that of an auxiliary step: for each input how the parts that it comes in are merged (sum,
+            max, min), empty where it is whole; None for the other kernels.
     """
 
     epilogue: Epilogue
@@ -107,6 +116,7 @@ class KernelSpec:
     merge: int | None = None
     input_foldings: tuple[Folding, ...] = ()
     output_foldings: tuple[Folding, ...] = ()
+    parts: tuple[str, ...] | None = None
 
     @property
     def inputs(self) -> tuple[tuple[Param, str], ...]:
