@@ -89,7 +89,8 @@ class _Draft:
 
     def matmul(self) -> Matmul:
         """A value times a value, or a new parameter, that fits."""
-        a, a_transposed = self.pick(self.matrices()), self.chance(3)
+        made = [n for n in self.matrices() if n.startswith("v")]
+        a, a_transposed = self.pick(made if made and not self.chance(4) else self.matrices()), self.chance(3)
         inner = self._matrix(a)[0 if a_transposed else 1]
         fitting = [
             (b, transposed)

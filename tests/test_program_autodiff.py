@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from program_strategies import SIZES, cotangents_for, inputs_for, programs, shape_of
+from program_strategies import SIZES, cotangents_for, inputs_for, programs
 from torch import Tensor
 
 from codalang.autodiff import ProgramDerivative, derive_program
 from codalang.ir import program_reference as reference
+from codalang.ir.printer import print_program
 from codalang.ir.program import Program
+from codalang.ir.verify_program import verify_program
+from codalang.parser import parse
 
 RELATIVE = 1e-9
 ROOT = Path(__file__).parent.parent
@@ -68,6 +70,13 @@ def derived(
     return gradients
 
 
+def check_text(program: Program) -> None:
+    """A program that verifies, prints, and parses back to itself."""
+    verify_program(program)
+    if program.results:
+        assert parse(print_program(program)).programs[program.name] == program
+
+
 def check_gradients(
     program: Program,
     inputs: Mapping[str, Tensor],
@@ -80,6 +89,8 @@ def check_gradients(
 ) -> ProgramDerivative:
     """The forward that saves gives the same results, and every gradient that was asked for is autograd's."""
     derivative = derive_program(program, wrt=wrt, cotangents=present)
+    for part in (derivative.forward, derivative.backward):
+        check_text(part)
     results = reference.run(program, inputs)
     cotangents = cotangents_for(results, seed)
     if present is not None:

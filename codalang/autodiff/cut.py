@@ -48,14 +48,15 @@ class Kept:
     load: Fraction = Fraction(0)
     store: Fraction = Fraction(0)
     dtype: str | None = None
-    memory: Fraction = Fraction(0)
+    memory: Fraction | None = None  # None: what it stores
 
     capacity: int = attrs.field(init=False, repr=False)
 
     @capacity.default
     def _cost(self) -> int:
         """The cost as one integer: bytes moved, then extra memory kept."""
-        return int(_SCALE * (self.load + self.store)) * _TRAFFIC + int(_SCALE * self.memory)
+        memory = self.store if self.memory is None else self.memory
+        return int(_SCALE * (self.load + self.store)) * _TRAFFIC + int(_SCALE * memory)
 
 
 def units(width: Fraction | None, dtype: str | None) -> Fraction:

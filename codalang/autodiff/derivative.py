@@ -28,11 +28,13 @@ class Surroundings:
         dear: what would not be kept but for the backward of this epilogue.
         unstored: outputs that nobody reads, hence need not be stored.
         again: outputs that the backward is to store again: they are needed, and not kept.
+        nonzero: parameters that are not zero.
     """
 
     dear: frozenset[Load] = frozenset()
     unstored: frozenset[Load] = frozenset()
     again: tuple[str, ...] = ()
+    nonzero: frozenset[str] = frozenset()
 
 
 ALONE = Surroundings()
@@ -42,8 +44,9 @@ ALONE = Surroundings()
 class Decision:
     """One line of the plan: how the backward gets a forward value.
 
-    `how` is "param", "output" or "saved" (it is loaded), or "recomputed".  `load` and `store` are the activation-sized
-    traffic it costs, in units of two bytes per element of [M, N].
+    `how` is "param", "output" or "saved" (it is loaded), "inverted" (computed from an output, which is loaded), or
+    "recomputed".  `load` and `store` are the activation-sized traffic it costs, in units of two bytes per element of
+    [M, N].
     """
 
     value: str

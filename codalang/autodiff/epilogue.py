@@ -234,7 +234,9 @@ def _inputs(
         group.append(_Input(final.result.node, Param(name, final.result.type, final.dtype), final.load))
     replaced = {i.node for i in outputs + saved}
     params = [_Input(leaf(p.name, p), p, Load("param", p.name)) for p in epilogue.params]
-    return cotangents + outputs + saved + [i for i in params if i.node not in replaced]
+    # One that is computed from an output is no parameter any more.
+    params = [i for i in params if i.node not in replaced and graph.nodes[i.node].op == "param"]
+    return cotangents + outputs + saved + params
 
 
 def _backward(graph: Graph, epilogue: Epilogue, outputs: Sequence[Output], inputs: Sequence[_Input]) -> Epilogue:

@@ -15,7 +15,7 @@ from codalang.autodiff.derivative import Derivative, Load, Surroundings
 from codalang.autodiff.save import RECOMPUTE
 from codalang.ir.epilogue import Store
 from codalang.ir.names import Namer
-from codalang.ir.program import Apply, Program, Statement, TensorType
+from codalang.ir.program import Apply, Program, Statement, TensorType, Vector
 from codalang.ir.types import Dtype
 
 
@@ -43,6 +43,7 @@ class Kept:
             for result in _recomputed(statement)
             if result not in self._free
         }
+        self._nonzero = {s.result for s in program.statements if isinstance(s, Vector) and _is_nonzero(s)}
         self.storage: dict[str, str | None] = {p.name: p.dtype for p in program.params}
         for statement in program.statements:
             self._note(statement)
@@ -81,7 +82,8 @@ class Kept:
         dear += [Load("output", o.name) for o, result in outputs if result is not None and self._is_dear(result)]
         unstored = [Load("output", o.name) for o, result in outputs if result is None]
         wanted = [o.name for o, result in outputs if result in again and self.comes_again(str(result))]
-        return Surroundings(frozenset(dear), frozenset(unstored), tuple(wanted))
+        nonzero = [p for p, value in inputs if value in self._nonzero]
+        return Surroundings(frozenset(dear), frozenset(unstored), tuple(wanted), frozenset(nonzero))
 
     def _is_dear(self, value: str) -> bool:
         return value not in self._free and value not in self.read_ and value not in self.again
@@ -111,3 +113,10 @@ def _recomputed(statement: Apply) -> list[str]:
         for output, result in zip(epilogue.outputs, statement.results, strict=True)
         if isinstance(output, Store) and output.value in nodes and result is not None
     ]
+
+
+def _is_nonzero(statement: Vector) -> bool:
+    """Is a vector not zero, whatever it is computed from?  1/sqrt(x) is not, for a finite x."""
+    expression = statement.expression
+    (output,) = expression.outputs
+    return isinstance(output, Store) and expression.nodes[output.value].op == "rsqrt"

@@ -14,6 +14,7 @@ import attrs
 from codalang.autodiff.cut import Kept, choose, units
 from codalang.autodiff.derivative import ALONE, Decision, Load, Surroundings
 from codalang.autodiff.graph import Graph, is_number, is_tile
+from codalang.autodiff.invert import Inversion, inversions
 from codalang.autodiff.names import Names
 from codalang.autodiff.seeds import Results
 from codalang.errors import CodaUnsupportedError
@@ -22,6 +23,8 @@ from codalang.ir.types import Kind
 
 # What an author may ask of a value.
 SAVE, RECOMPUTE = "save", "recompute"
+# How a value is had that is computed from an output.
+INVERTED = "inverted"
 
 
 def select(
@@ -49,16 +52,63 @@ def select(
     Raises:
         CodaUnsupportedError: `kept` is not enough, or what must not be saved cannot be recomputed.
     """
+    keeps = {indices[k.value]: k for k in epilogue.keeps if kept is None}
+    exact, rounded = _exact(graph, epilogue, results.exact, hosted)
+    undone = _inversions(graph, epilogue, indices, kept, exact, keeps, around)
     primal = _primal(graph, seeds)
     needed = _needed(graph, primal, roots)
     leaves = {r.node for r in results.asked.values()}
     reduced = _reachable(graph, leaves)
     local = [p and not r for p, r in zip(primal, reduced, strict=True)]
-    keeps = {indices[k.value]: k for k in epilogue.keeps if kept is None}
-    exact, rounded = _exact(graph, epilogue, results.exact, hosted)
-    ways = _ways(graph, epilogue, indices, local, hosted, kept, keeps, exact, around)
+    ways = _ways(graph, epilogue, indices, local, hosted, kept, keeps, exact, around, undone)
     loaded = _named(graph, names, _chosen(graph, epilogue, needed, ways, kept, leaves, keeps, rounded))
-    return loaded, _plan(graph, indices, needed, loaded)
+    plan = _plan(graph, indices, needed, loaded)
+    for index in [i for i, way in loaded.items() if way.how == INVERTED]:
+        del loaded[index]
+        inversion = undone[index]
+        loaded.setdefault(indices[inversion.store.value], _loading("output", inversion.store, around))
+        graph.nodes[index] = attrs.evolve(graph.nodes[inversion.root], hint=graph.nodes[index].hint)
+    return loaded, plan
+
+
+def _inversions(
+    graph: Graph,
+    epilogue: Epilogue,
+    indices: Sequence[int],
+    kept: Collection[Load] | None,
+    exact: Collection[int],
+    keeps: Mapping[int, Keep],
+    around: Surroundings,
+) -> dict[int, Inversion]:
+    """The values that can be had from an output: none that must be exact, or that the author spoke about."""
+    stores = [
+        s
+        for s in epilogue.stores
+        if graph.nodes[indices[s.value]].type == s.type
+        and (kept is None or Load("output", s.name) in kept)
+        and indices[s.value] not in keeps
+    ]
+    found = inversions(graph, indices, stores, around.nonzero)
+    return {
+        index: inversion
+        for index, inversion in found.items()
+        if index not in exact
+        and index not in keeps
+        and (kept is None or _reads(graph, inversion, indices) <= set(kept))
+    }
+
+
+def _reads(graph: Graph, inversion: Inversion, indices: Sequence[int]) -> set[Load]:
+    """The parameters that undoing reads."""
+    seen = {inversion.root}
+    pending = list(seen)
+    while pending:
+        index = pending.pop()
+        new = set() if index == indices[inversion.store.value] else set(graph.nodes[index].args) - seen
+        seen |= new
+        pending += new
+    stored = indices[inversion.store.value]
+    return {Load("param", str(graph.nodes[i].attr)) for i in seen if graph.nodes[i].op == "param" and i != stored}
 
 
 def _primal(graph: Graph, seeds: Collection[int]) -> list[bool]:
@@ -102,6 +152,7 @@ def _ways(
     keeps: Mapping[int, Keep],
     exact: Collection[int],
     around: Surroundings,
+    undone: Mapping[int, Inversion],
 ) -> dict[int, Kept]:
     """The cheapest way to load each value that the forward can compute and keep (`local`), where there is one.
 
@@ -128,11 +179,17 @@ def _ways(
             options += [_loading("output", s, around) for s in same]
         if how != RECOMPUTE and param is None and is_number(node):
             options.append(_saving(node, dtype))
+        if index in undone and how is None:
+            options.append(attrs.evolve(_loading("output", undone[index].store, around), how=INVERTED))
         if kept is not None:
-            options = [o for o in options if o.name is not None and Load(o.how, o.name) in kept]
+            options = [o for o in options if o.name is not None and _source(o) in kept]
         if options:
             ways[index] = min(options, key=lambda way: way.capacity)
     return ways
+
+
+def _source(way: Kept) -> Load:
+    return Load("output" if way.how == INVERTED else way.how, str(way.name))
 
 
 def _loading(how: str, what: Param | Store, around: Surroundings) -> Kept:
@@ -146,7 +203,7 @@ def _loading(how: str, what: Param | Store, around: Surroundings) -> Kept:
 def _saving(node: Node, dtype: str | None) -> Kept:
     """To save a value in a storage dtype; a vector is no traffic."""
     traffic = units(node.type.width, dtype) if is_tile(node) else Fraction(0)
-    return Kept("saved", None, traffic, traffic, dtype, traffic)
+    return Kept("saved", None, traffic, traffic, dtype)
 
 
 def _exact(graph: Graph, epilogue: Epilogue, values: Collection[int], hosted: bool) -> tuple[set[int], set[int]]:

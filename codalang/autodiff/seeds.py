@@ -7,6 +7,7 @@
 | `reduce s: col[M] = sum(x)`            | d_s, broadcast                                                         |
 | `reduce m: col[M] = max(x)`, or min    | where(col_index() == index, d_m, 0): the first place, as torch.max has it |
 | `state r: col[M] = f(x)`               | f's `vjp`, of the inputs, the finalized results and d_r                |
+| `state m: col[M] = online_max(x)`      | as that of `reduce`                                                    |
 
 A result that the backward needs, the index of a maximum above all, is loaded; the forward keeps those that it does not
 store anyway.
@@ -25,7 +26,7 @@ import attrs
 
 from codalang.autodiff.graph import Expr, Graph, apply, column_index, row_index
 from codalang.errors import CodaUnsupportedError
-from codalang.ir.builtin_states import ARGMAX, ARGMAX2
+from codalang.ir.builtin_states import ARGMAX, ARGMAX2, ONLINE_MAX, ONLINE_MIN
 from codalang.ir.epilogue import Epilogue, Reduce, State, Store
 from codalang.ir.states import Function, StateDef
 from codalang.ir.types import Dtype, Kind, ValueType
@@ -160,7 +161,7 @@ def _width(cotangent: Expr) -> Fraction:
 # ---- reductions ------------------------------------------------------------------------------------------------------
 
 
-def _at_the_first(cotangent: Expr, value: int, output: Reduce, results: Results) -> Expr:
+def _at_the_first(cotangent: Expr, value: int, output: Reduce | State, results: Results) -> Expr:
     """The cotangent of a maximum, at the first place that it is at."""
     graph, width, kind = cotangent.graph, _width(cotangent), output.type.kind
     indices = [] if kind.has_rows and not kind.has_columns else [row_index(graph, width)]
@@ -174,7 +175,7 @@ def _at_the_first(cotangent: Expr, value: int, output: Reduce, results: Results)
     return _masked(cotangent, masks)
 
 
-def _at_the_first_least(cotangent: Expr, value: int, output: Reduce, results: Results) -> Expr:
+def _at_the_first_least(cotangent: Expr, value: int, output: Reduce | State, results: Results) -> Expr:
     """The cotangent of a minimum, which is the maximum of the negated value."""
     return _at_the_first(cotangent, cotangent.graph.op("neg", value), output, results)
 
@@ -188,6 +189,12 @@ REDUCTION_RULES: dict[str, Callable[[Expr, int, Reduce, Results], Expr]] = {
 
 # ---- stateful transforms ---------------------------------------------------------------------------------------------
 
+# The transforms that are a `reduce` by another name.
+EXTREMA: dict[StateDef, Callable[[Expr, int, State, Results], Expr]] = {
+    ONLINE_MAX: _at_the_first,
+    ONLINE_MIN: _at_the_first_least,
+}
+
 
 def _through_state(
     graph: Graph,
@@ -199,6 +206,11 @@ def _through_state(
 ) -> list[Seed]:
     """The `vjp` of a transform, on its inputs' whole domain.  `outputs` are its results that have cotangents."""
     definition = transform.definition
+    if definition in EXTREMA:
+        arrived = reduce(lambda a, b: graph.op("add", a, b), [loaded[o.name] for o in outputs])
+        cotangent = Expr(graph, arrived, epilogue.domain_width(outputs[0]))
+        (value,) = transform.values
+        return [(value, EXTREMA[definition](cotangent, value, outputs[0], results))]
     if definition.vjp is None:
         raise CodaUnsupportedError(
             f"`{outputs[0].name}` of `{epilogue.name}` is a `{definition.name}`, which has no `vjp`",
