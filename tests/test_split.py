@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from test_lower import spec_of, stdlib_epilogue
 from codalang.autodiff import derive
 from codalang.lower import plan, run, split
 from codalang.lower.compile import compile_object
-from codalang.lower.spec import Folding, KernelSpec, Operand
+from codalang.lower.spec import Config, Folding, KernelSpec, Operand
 from codalang.parser import parse
 
 STDLIB = Path(__file__).parents[1] / "stdlib"
@@ -42,6 +44,61 @@ def test_a_short_batch_keeps_most_of_the_gpu_busy(m: int, n: int, k: int) -> Non
     config = split.choose(spec, m, n, k)
     most = max(split.tiles(c, m, n) * c.split for c in split.candidates(spec, m, n, k))
     assert split.tiles(config, m, n) * config.split >= min(0.6 * plan.SMS, most / 2)
+
+
+# Microseconds by "M N K" and configuration, from benchmarks/few_tiles.py on an H200; whole tiles of A were loaded.
+MEASURED: dict[str, dict[str, float]] = json.loads((Path(__file__).parent / "few_tiles.json").read_text())
+# Two measurements of one kernel, in that run, differ by so much; the average over all extents must be far better.
+NOISE = 1.06
+ON_AVERAGE = 1.01
+
+
+def configuration(name: str) -> Config:
+    found = re.fullmatch(r"(\d+)x(\d+) (pp|co) (\d)x(\d) ring (\d+)(?: split (\d))?", name)
+    assert found is not None
+    tile_m, tile_n, schedule, along_m, along_n, ring, parts = found.groups(default="1")
+    tile, cluster = (int(tile_m), int(tile_n)), (int(along_m), int(along_n))
+    return Config(tile, cluster, schedule == "pp", int(ring), 32, 0, 2, split=int(parts))
+
+
+def chosen_over_best(extents: str) -> float:
+    """The measured time of the configuration that is estimated fastest, over the shortest measured time."""
+    times = {name: time for name, time in MEASURED[extents].items() if name != "cublas"}
+    m, n, k = map(int, extents.split())
+    spec = spec_of(PLAIN, OPERAND)
+    chosen = min(times, key=lambda name: split.cycles(spec, configuration(name), m, n, k))
+    return times[chosen] / min(times.values())
+
+
+@pytest.mark.parametrize("extents", MEASURED)
+def test_the_estimate_finds_the_fastest_of_what_was_measured(extents: str) -> None:
+    assert chosen_over_best(extents) <= NOISE
+
+
+def test_the_estimate_finds_the_fastest_on_average() -> None:
+    assert sum(map(chosen_over_best, MEASURED)) / len(MEASURED) <= ON_AVERAGE
+
+
+@pytest.mark.parametrize("extents", MEASURED)
+def test_the_estimate_is_near_what_was_measured(extents: str) -> None:
+    """Of the fastest three."""
+    m, n, k = map(int, extents.split())
+    times = sorted((time, name) for name, time in MEASURED[extents].items() if name != "cublas")
+    for time, name in times[:3]:
+        estimate = split.cycles(spec_of(PLAIN, OPERAND), configuration(name), m, n, k) / 1755
+        assert estimate == pytest.approx(time, rel=0.15)
+
+
+@pytest.mark.parametrize("m", [1, 16, 17, 48, 64, 65, 96, 97, 128, 129])
+def test_no_more_rows_of_a_are_loaded_than_there_are(m: int) -> None:
+    for major in ("k", "mn"):
+        for config in split.candidates(spec_of(PLAIN, Operand("bf16", major, "k")), m, 4096, 4096):
+            rows = config.a_rows or config.tile[0]
+            assert m <= rows or rows == config.tile[0]
+            if major == "mn" or config.cluster != (1, 1):
+                assert rows == config.tile[0]
+            elif m <= 16:
+                assert rows == 16
 
 
 def test_a_long_batch_is_planned_as_ever() -> None:

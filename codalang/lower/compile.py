@@ -155,7 +155,8 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
     if spec.operand is None:
         from codalang.lower.hosted import HostedKernel
 
-        return HostedKernel(body, spec.aligned), [inputs, outputs, cutlass.Int32(1), cutlass.Int32(1), stream]
+        hosted = HostedKernel(body, spec.aligned, spec.overlap)
+        return hosted, [inputs, outputs, cutlass.Int32(1), cutlass.Int32(1), stream]
     from codalang.lower.sm90 import GemmKernel
 
     operand = spec.operand
@@ -164,7 +165,7 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
         raise CodaUnsupportedError(f"`{spec.epilogue.name}` does not fit in shared memory with {spec.config}")
     if spec.config.split > 1:
         outputs += (row_of_words("f32"), row_of_words("i32"))
-    kernel = GemmKernel(body, spec.config, operand, input_foldings, output_foldings)
+    kernel = GemmKernel(body, spec.config, operand, input_foldings, output_foldings, spec.overlap)
     a = tensor(operand.dtype, operand.a_major, folding=operand.a_folding)
     b = tensor(operand.dtype, operand.b_major, folding=operand.b_folding)
     return kernel, [a, b, inputs, outputs, cutlass.Int32(1), stream]

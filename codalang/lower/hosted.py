@@ -43,9 +43,10 @@ ALL_LANES = (1, 2, 4, 8, 16)
 class HostedKernel:
     """One epilogue hosted on plain tensors.  `__call__` is the host function to compile."""
 
-    def __init__(self, body: Any, aligned: bool) -> None:
+    def __init__(self, body: Any, aligned: bool, overlap: bool) -> None:
         self.body = body
         self.aligned = aligned
+        self.overlap = overlap
         self.run = hosted_run(aligned)
         self.columns = 32 * self.run
         self.scratch = [p for p in body.PARTIALS if p.kind != "col"]
@@ -59,12 +60,15 @@ class HostedKernel:
             parts, samples = self.sample_tiles(outputs, n)
             tiles_m = parts * samples
         self.kernel(inputs, outputs, m, n, tiles_n).launch(
-            grid=(tiles_m * tiles_n, 1, 1), block=(32 * WARPS, 1, 1), stream=stream
+            grid=(tiles_m * tiles_n, 1, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=self.overlap
         )
 
     @cute.kernel
     def kernel(self, inputs: tuple, outputs: tuple, m: Int32, n: Int32, tiles_n: Int32) -> None:
         """The device function."""
+        if cutlass.const_expr(self.overlap):
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
         block, _, _ = cute.arch.block_idx()
         tile_m = block // tiles_n
         work = HostedTile(self, inputs, outputs, m, n, tile_m, block - tile_m * tiles_n)

@@ -28,6 +28,10 @@ Layout of the accumulator (wgmma, PTX ISA 9.7.14): value v of thread t, lane l =
 warpgroup, is row 16w + l/4 + 8*((v>>1)&1), column 8*(v>>2) + 2*(l%4) + (v&1).  Two adjacent values are two adjacent
 columns: the *pair* that `Epilogue.apply` sees.
 
+Overlap (`KernelSpec.overlap`): the launch does not wait for the kernel before it in the stream.  CTAs start as those of
+that one leave, make their barriers, fetch their descriptors, and touch nothing in global memory before they know that it
+has ended and that what it wrote is visible.  Kernels that are launched without it wait for all of this one, as ever.
+
 Ragged edges: TMA drops what lies outside, vectors are loaded at a clamped index, and reductions mask the reduced
 value.  A CTA whose own tile lies outside still takes part in its cluster's multicast.
 """
@@ -43,7 +47,7 @@ from codalang.lower.body import Input, Partial, Tile
 from codalang.lower.epilogue_loop import epilogue_of
 from codalang.lower.gather import gather
 from codalang.lower.plan import CONSUMER_WARPS
-from codalang.lower.registers import CUTE_DTYPES
+from codalang.lower.registers import CUTE_DTYPES, store_shared_if
 from codalang.lower.spec import DTYPE_BYTES, K_TILE, SLAB_ROWS, Config, Folding, Operand
 
 THREADS = 384
@@ -136,8 +140,10 @@ class GemmKernel:
         operand: Operand,
         input_foldings: tuple[Folding, ...],
         output_foldings: tuple[Folding, ...],
+        overlap: bool,
     ) -> None:
         self.body = body
+        self.overlap = overlap
         self.config = config
         self.dtype = CUTE_DTYPES[operand.dtype]
         self.a_major, self.b_major = operand.a_major, operand.b_major
@@ -145,6 +151,7 @@ class GemmKernel:
         self.load_foldings = [f for f, i in zip(input_foldings, body.INPUTS, strict=True) if i.kind == "tile"]
         self.store_foldings = list(output_foldings)
         self.tile_m, self.tile_n = config.tile
+        self.a_rows = config.a_rows or self.tile_m
         self.teams = 2 if config.ping_pong else 1
         self.team_warps = CONSUMER_WARPS // self.teams
         self.team_groups = 2 // self.teams
@@ -179,7 +186,8 @@ class GemmKernel:
         tiled_mma = self._tiled_mma()
         layout_a = self._operand_layout(self.a_major, self.tile_m)
         layout_b = self._operand_layout(self.b_major, self.tile_n)
-        atom_a, tma_a = self._operand_tma(a, layout_a, self.tile_m, config.cluster[1])
+        loaded_a = self._operand_layout(self.a_major, self.a_rows)
+        atom_a, tma_a = self._operand_tma(a, loaded_a, self.a_rows, config.cluster[1])
         atom_b, tma_b = self._operand_tma(b, layout_b, self.tile_n, config.cluster[0])
 
         tile_inputs = [t for t, i in zip(inputs, self.body.INPUTS, strict=True) if i.kind == "tile"]
@@ -223,6 +231,7 @@ class GemmKernel:
             cluster=(config.cluster[0], config.cluster[1], 1),
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=self.overlap,
         )
 
     def _tiled_mma(self) -> cute.TiledMma:
@@ -341,7 +350,7 @@ class GemmKernel:
             num_stages=config.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, sharers * self.team_warps),
-            tx_count=(self.tile_m + self.tile_n) * K_TILE * 2,
+            tx_count=(self.a_rows + self.tile_n) * K_TILE * 2,
             cta_layout_vmnk=cute.make_layout((1, cluster_m, cluster_n, 1)),
             defer_sync=True,
         )
@@ -351,13 +360,18 @@ class GemmKernel:
                 with cute.arch.elect_one():
                     for i in cutlass.range_constexpr(CONSUMER_WARPS * config.load_stages):
                         cute.arch.mbarrier_init(load_barriers + i, 1)
+        if cutlass.const_expr(self.a_rows < self.tile_m):
+            self.clear_rows(storage.a.data_ptr().toint())
         pipeline.pipeline_init_arrive(cluster_shape_mn=config.cluster, is_relaxed=True)
 
         # (tile rows or columns, K_TILE, tiles, K tiles)
-        g_a = cute.local_tile(tma_a, (self.tile_m, K_TILE), (None, None))
+        g_a = cute.local_tile(tma_a, (self.a_rows, K_TILE), (None, None))
         g_b = cute.local_tile(tma_b, (self.tile_n, K_TILE), (None, None))
         k_tiles = cute.ceil_div(cute.size(g_a, mode=[3]), config.split)  # of one part; beyond K there are zeros
         pipeline.pipeline_init_wait(cluster_shape_mn=config.cluster)
+        if cutlass.const_expr(self.overlap):
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
 
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         if group == 0:
@@ -384,6 +398,18 @@ class GemmKernel:
                 m,
                 n,
             )
+
+    @cute.jit
+    def clear_rows(self, ring_a: Int32) -> None:
+        """Zeros in the rows of every stage of A that nothing is loaded into."""
+        thread, words = cute.arch.thread_idx()[0], (self.tile_m - self.a_rows) * (K_TILE * 2 // 16)
+        zeros = (Int32(0),) * 4
+        for stage in cutlass.range_constexpr(self.config.stages):
+            first = ring_a + (stage * self.tile_m + self.a_rows) * (K_TILE * 2)
+            for i in cutlass.range_constexpr(-(-words // THREADS)):
+                word = i * THREADS + thread
+                store_shared_if(word < words, Int32, first + word * 16, zeros)
+        cute.arch.fence_view_async_shared()
 
     @cute.jit
     def tile_of(self, index: Int32, clusters_m: Int32, clusters_n: Int32, cta: Any) -> tuple[Int32, Int32]:
@@ -428,6 +454,8 @@ class GemmKernel:
         cta_layout = cute.make_layout((cluster_m, cluster_n, 1))
         mask_a = cute.make_layout_image_mask(cta_layout, cta, mode=1) if cluster_n > 1 else 0
         mask_b = cute.make_layout_image_mask(cta_layout, cta, mode=0) if cluster_m > 1 else 0
+        if cutlass.const_expr(self.a_rows < self.tile_m):
+            s_a = cute.local_tile(s_a, (self.a_rows, K_TILE), (0, 0, None))
         to_a, from_a = cpasync.tma_partition(
             atom_a, cta[1], cute.make_layout(cluster_n), cute.group_modes(s_a, 0, 2), cute.group_modes(g_a, 0, 2)
         )

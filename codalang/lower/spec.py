@@ -103,6 +103,8 @@ class KernelSpec:
         aligned: hosted kernels only: every row starts on a 16-byte boundary, so that vectors may be used.
         merge: the kernel merges the partials of this element of `folds`, and does nothing else.
         input_foldings, output_foldings: of each input and store, in order; empty where all are plain.
+        overlap: the kernel starts while the one before it in the stream ends, and waits for its end before it touches
+            global memory; see `sm90`.
         parts: the kernel is that of an auxiliary step: for each input how the parts that it comes in are merged (sum,
             max, min), empty where it is whole; None for the other kernels.
     """
@@ -116,6 +118,7 @@ class KernelSpec:
     merge: int | None = None
     input_foldings: tuple[Folding, ...] = ()
     output_foldings: tuple[Folding, ...] = ()
+    overlap: bool = False
     parts: tuple[str, ...] | None = None
 
     @property

@@ -3,9 +3,10 @@
 Such a GEMM waits for memory, not for tensor cores: all multiprocessors are needed to read an operand at the speed of
 HBM, so tiles are small, or K is split (see `gather`).  Among tilings and splits, the one of least estimated time:
 
-    rounds * (K steps * the slower of tensor cores and L2, + start and epilogue, + what a split costs)
+    rounds * (K steps * the slower of tensor cores and loads, + start, + what a split costs)
 
-but no less than the time in which HBM gives the operands.  Everything else is `plan.choose`'s.
+and the time in which HBM gives the operands, of which the shorter is hidden by the longer in part.  Everything else is
+`plan.choose`'s.
 """
 
 from __future__ import annotations
@@ -17,32 +18,47 @@ import attrs
 
 from codalang.lower import plan
 from codalang.lower.plan import SMEM_CAPACITY, SMS, Tiling, ring_stage_bytes, shared_bytes
-from codalang.lower.spec import K_TILE, Config, KernelSpec
+from codalang.lower.spec import K_TILE, PLAIN, Config, KernelSpec
 
 SHORT = 256  # rows, or columns, of an accumulator that is a matter of memory
 TILINGS = (
     Tiling((64, 32), (1, 1), True, 4, 1.0),
+    Tiling((64, 48), (1, 1), True, 4, 1.0),
     Tiling((64, 64), (1, 1), True, 4, 1.0),
     Tiling((64, 128), (1, 1), True, 4, 1.0),
     Tiling((64, 256), (1, 1), True, 3, 1.0),
     Tiling((128, 32), (1, 1), False, 4, 1.0),
+    Tiling((128, 48), (1, 1), False, 4, 1.0),
     Tiling((128, 64), (1, 1), False, 4, 1.0),
+    Tiling((128, 96), (1, 1), False, 4, 1.0),
     Tiling((128, 128), (1, 1), False, 4, 1.0),
     Tiling((128, 64), (2, 1), False, 4, 1.0),
+    Tiling((128, 96), (2, 1), False, 4, 1.0),
     Tiling((128, 128), (2, 1), False, 4, 1.0),
+    Tiling((128, 224), (2, 1), False, 3, 1.0),
     Tiling((128, 256), (2, 1), False, 3, 1.0),
 )
 SPLITS = (1, 2, 3, 4, 6, 8)
+LEAST_ROW = 32  # elements of a row of the ring, where an operand's rows or columns are contiguous
 MOST_STAGES = 16
 LEAST_STEPS = 4  # of K, in one part
 MOST_WORKSPACE = 2**26  # bytes that the parts of all tiles may take
 
-# Estimates, cycles and bytes per cycle at 1.755 GHz.
-HBM_BYTES = 2450.0  # of the whole GPU
-L2_BYTES = 48.0  # that one multiprocessor takes from L2
-START = 1500.0  # from a tile's first load to its first wgmma
-SPLIT_START = 2000.0  # two fences and an atomic
-EPILOGUE_START = 1000.0
+# Rows of A that TMA loads, where that is fewer than the tile's: in wholes of the ring's swizzle, few so that a batch
+# that grows by a row seldom needs a new kernel.
+LOADED_ROWS = (16, 32, 96)
+
+# Estimates, fitted to what benchmarks/few_tiles.py measured on an H200 (tests/few_tiles.json): cycles at 1.755 GHz and
+# bytes per cycle.
+LAUNCH = 12500.0
+HBM_BYTES = 2000.0  # of the whole GPU
+REREAD = 0.19  # part of B that comes from memory again for a further row of tiles
+OUTSIDE = 7.0  # of TMA, for a row of a stage that lies outside of the matrix
+LATENCY = 2600.0  # from the request of a stage to its arrival, while all of the GPU loads
+START = 3600.0  # of a tile: until its first stages are there
+SPLIT_START = 1200.0  # two fences and an atomic
+L2_BYTES = 42.0  # of one multiprocessor, to and from the workspace
+SHARPNESS = 3.8  # of the maximum of what multiprocessors and what memory takes: infinite were one hidden by the other
 
 
 def choose(spec: KernelSpec, m: int, n: int, k: int) -> Config:
@@ -61,12 +77,29 @@ def candidates(spec: KernelSpec, m: int, n: int, k: int) -> Iterator[Config]:
     """Every configuration that is considered."""
     steps = -(-k // K_TILE)
     for tiling in TILINGS:
-        for config in plan._configurations(spec, tiling):
+        for config in configurations(spec, tiling, m):
             deep = _deepened(spec, config)
             for split in SPLITS:
                 parts = attrs.evolve(deep, split=split)
                 if split == 1 or (steps >= LEAST_STEPS * split and 4 * workspace(parts, m, n) <= MOST_WORKSPACE):
                     yield parts
+
+
+def configurations(spec: KernelSpec, tiling: Tiling, m: int) -> Iterator[Config]:
+    """The best division of shared memory for a tiling and m rows, if any; K is whole."""
+    operand = spec.operand
+    if operand is not None and operand.b_major != "k" and tiling.tile[1] % LEAST_ROW:
+        return
+    for config in plan._configurations(spec, tiling):
+        yield attrs.evolve(config, a_rows=_loaded_rows(spec, config, m))
+
+
+def _loaded_rows(spec: KernelSpec, config: Config, m: int) -> int:
+    """The fewest rows of A that hold all that there are, 0 where those are a tile's."""
+    operand = spec.operand
+    if operand is None or operand.a_major != "k" or operand.a_folding != PLAIN or config.cluster != (1, 1):
+        return 0
+    return next((rows for rows in LOADED_ROWS if m <= rows < config.tile[0]), 0)
 
 
 def _deepened(spec: KernelSpec, config: Config) -> Config:
@@ -88,14 +121,18 @@ def workspace(config: Config, m: int, n: int) -> int:
 
 
 def cycles(spec: KernelSpec, config: Config, m: int, n: int, k: int) -> float:
-    """Estimated cycles of the whole GEMM."""
+    """Estimated cycles of the whole GEMM.
+
+    A step of K takes what its wgmmas take, or a share of the latency of memory, or what TMA takes for rows outside.
+    """
     area, size = math.prod(config.tile), math.prod(config.cluster)
-    rows, columns = (min(tile, extent) for tile, extent in zip(config.tile, (m, n), strict=True))
-    loaded = (rows / config.cluster[1] + columns / config.cluster[0]) * K_TILE * 2
-    step = max(area * K_TILE / plan.MULTIPLIES_PER_CYCLE, loaded / L2_BYTES)
+    outside = max(0, (config.a_rows or config.tile[0]) - m)
+    step = max(area * K_TILE / plan.MULTIPLIES_PER_CYCLE, LATENCY / config.stages, OUTSIDE * outside)
     steps = -(-max(k, 1) // (K_TILE * config.split))
     rounds = -(-tiles(config, m, n) * config.split // (SMS // size * size))
-    epilogue = EPILOGUE_START + plan._epilogue_cycles(spec) * area / (128 * 256)
     gathering = SPLIT_START + (config.split + 1) * area * 4 / L2_BYTES if config.split > 1 else 0.0
-    critical = rounds * (START + steps * step + gathering) + epilogue
-    return max(critical, START + (m + n) * k * 2 / HBM_BYTES + epilogue + gathering)
+    critical = rounds * (START + steps * step + gathering)
+    reread = REREAD * (-(-m // (config.tile[0] * config.cluster[0])) - 1)
+    memory = (m + n * (1 + reread)) * k * 2 / HBM_BYTES + gathering
+    epilogue = plan._epilogue_cycles(spec) * area / (128 * 256)
+    return LAUNCH + (critical**SHARPNESS + memory**SHARPNESS) ** (1 / SHARPNESS) + epilogue
