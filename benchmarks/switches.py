@@ -47,6 +47,11 @@ DEEP: dict[str, Change] = {
     "256x128": {"tile": (256, 128), "cluster": (1, 2)},
     "256x128, prefetch": {"tile": (256, 128), "cluster": (1, 2), "prefetch": True},
 }
+PANELS: dict[str, Change] = {
+    "panels of 32 bytes": {"panel": 32},
+    "the same, prefetch": {"panel": 32, "prefetch": True},
+    "sub-tiles of 64, the same": {"panel": 32, "subtile": 64, "load_stages": 1},
+}
 SWIGLU = Pattern(
     "swiglu_without_y",
     "SwiGLU backward + row statistic (derived)",
@@ -59,8 +64,8 @@ TRIED: dict[str, tuple[Pattern, dict[str, Change]]] = {
     "residual_rms": (PATTERNS["residual_rms"], {**L2, **ORDER, **DEEP}),
     "norm_backward": (PATTERNS["norm_backward"], {**L2, **DEEP}),
     "swiglu": (PATTERNS["swiglu"], {"all leave first": L2["all leave first"], **ORDER}),
-    "swiglu_backward": (PATTERNS["swiglu_backward"], {**L2, **ORDER}),
-    "swiglu_without_y": (SWIGLU, {}),
+    "swiglu_backward": (PATTERNS["swiglu_backward"], {**L2, **ORDER, **PANELS}),
+    "swiglu_without_y": (SWIGLU, PANELS),
     "gemm_down_tn": (
         PATTERNS["gemm_down_tn"],
         {**ORDER, "all leave first": L2["all leave first"], "64x256 pp": PING_PONG},
