@@ -50,7 +50,6 @@ DEEP: dict[str, Change] = {
 PANELS: dict[str, Change] = {
     "panels of 32 bytes": {"panel": 32},
     "the same, prefetch": {"panel": 32, "prefetch": True},
-    "sub-tiles of 64, the same": {"panel": 32, "subtile": 64, "load_stages": 1},
 }
 SWIGLU = Pattern(
     "swiglu_without_y",
@@ -121,7 +120,7 @@ def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=re.compile, default=re.compile(""))
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--compile-only", action="store_true", help="no GPU: compile, and print what is remarked")
     options = parser.parse_args()
     chosen = {name: variants(name) for name in TRIED if options.only.search(name)}
