@@ -28,7 +28,7 @@ from user_states import POSITIVE_INPUTS
 
 from codalang.ir.bind import granularity
 from codalang.ir.build import EpilogueBuilder
-from codalang.ir.builtin_states import ARGMAX, ARGMAX2, ONLINE_LOGSUMEXP, WELFORD
+from codalang.ir.builtin_states import ARGMAX, ARGMAX2, ONLINE_LOGSUMEXP, ONLINE_MAX, ONLINE_MIN, WELFORD
 from codalang.ir.epilogue import Epilogue, Output, Param
 from codalang.ir.ops import OPS, REDUCTIONS
 from codalang.ir.states import StateDef
@@ -128,7 +128,22 @@ INTERVALS: dict[str, Callable[..., Interval]] = {
 _POSITIVE = {"div": 1, "log": 0, "log2": 0, "sqrt": 0, "rsqrt": 0}
 _EXPONENTIALS = ("exp", "exp2")
 NOT_SMOOTH = ("cast", "stop_gradient")
-JUMPS = ("lt", "le", "gt", "ge", "eq", "ne", "where", "min", "max", "abs", "group_max", "argmax")
+JUMPS = (
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+    "where",
+    "min",
+    "max",
+    "abs",
+    "group_max",
+    "argmax",
+    "online_max",
+    "online_min",
+)
 
 
 class _Draft:
@@ -337,7 +352,7 @@ def _output(
         how = draw(st.sampled_from([how for how in REDUCTIONS if how not in without]))
         draft.builder.reduce(free.pop(0), value.node, type_, how, dtype)
         return
-    known = [ONLINE_LOGSUMEXP, WELFORD, ARGMAX, *states]
+    known = [ONLINE_LOGSUMEXP, WELFORD, ARGMAX, ONLINE_MAX, ONLINE_MIN, *states]
     definition = draw(st.sampled_from([d for d in known if d.name not in without]))
     definition = ARGMAX2 if definition is ARGMAX and type_.kind is Kind.SCALAR else definition
     operands = _state_inputs(draw, draft, definition, value, type_)
@@ -377,7 +392,7 @@ def _state_inputs(
         return [value, draft.made("row_index"), _columns(draft, width)]
     if definition is ARGMAX:
         return [value, draft.made("row_index") if type.kind in (Kind.ROW, Kind.ROWS) else _columns(draft, width)]
-    if definition is ONLINE_LOGSUMEXP or definition is WELFORD:
+    if definition in (ONLINE_LOGSUMEXP, WELFORD, ONLINE_MAX, ONLINE_MIN):
         return [draft.scaled(value, LARGE)]
     positive = definition.inputs[0][0] in POSITIVE_INPUTS
     operands = [draft.positive(value) if positive else draft.scaled(value, LARGE)]

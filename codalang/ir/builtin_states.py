@@ -3,13 +3,16 @@
 | name              | inputs     | results            |                                                              |
 |-------------------|------------|--------------------|--------------------------------------------------------------|
 | online_logsumexp  | x          | lse                | log(sum(exp(x))), with no intermediate larger than its inputs |
+| online_max        | x          | value              | the maximum                                                  |
+| online_min        | x          | value              | the minimum                                                  |
 | argmax            | x, i       | value, index       | the maximum, and the least i that it is at                   |
 | argmin            | x, i       | value, index       | the minimum, and the least i that it is at                   |
 | argmax2           | x, i, j    | value, row, column | the same with two indices, the first of which counts first   |
 | welford           | x          | mean, var, count   | mean and population variance without cancellation            |
 
-A NaN is the maximum and the minimum of whatever it meets, as in torch.  The derivative of `reduce m: col[M] = max(e)`
-goes to an index that `argmax` finds.  Welford's merge is that of Chan, Golub and LeVeque (1979).
+A NaN is the maximum and the minimum of whatever it meets, as in torch.  The derivative of `reduce m: col[M] = max(e)`,
+or of `online_max`, goes to an index that `argmax` finds; so `online_max` needs no `vjp`.  Welford's merge is that of
+Chan, Golub and LeVeque (1979).
 """
 
 from __future__ import annotations
@@ -109,7 +112,7 @@ def define(
     update: Callable[..., Sequence[Scalar]],
     merge: Callable[..., Sequence[Scalar]],
     finalize: Callable[..., Sequence[Scalar]],
-    vjp: Callable[..., Sequence[Scalar]],
+    vjp: Callable[..., Sequence[Scalar]] | None = None,
 ) -> StateDef:
     """A state from Python functions of scalars.  `carried` is (name, dtype, initial value)."""
     carries = tuple((c, dtype) for c, dtype, _ in carried)
@@ -124,7 +127,7 @@ def define(
         function(parts, merge),
         function(carries, finalize),
         results,
-        function(inputs + results + cotangents, vjp),
+        None if vjp is None else function(inputs + results + cotangents, vjp),
     )
 
 
@@ -161,7 +164,7 @@ ONLINE_LOGSUMEXP = define(
 )
 
 
-# ---- argmax ----------------------------------------------------------------------------------------------------------
+# ---- extrema ---------------------------------------------------------------------------------------------------------
 
 
 def _precedes(x: Scalar, top: Scalar, earlier: Scalar) -> Scalar:
@@ -187,6 +190,19 @@ def _argmax2_step(
     better = _precedes(x, top, (i < at) | (eq(i, at) & (j < beside)))
     return where(better, x, top), where(better, i, at), where(better, j, beside)
 
+
+ONLINE_MAX, ONLINE_MIN = (
+    define(
+        f"online_{optimum}",
+        (("x", Dtype.F32),),
+        ((carried, Dtype.F32, initial),),
+        (("value", Dtype.F32),),
+        update=lambda carried, x, optimum=optimum: (apply(optimum, carried, x),),
+        merge=lambda a, b, optimum=optimum: (apply(optimum, a, b),),
+        finalize=lambda carried: (carried,),
+    )
+    for optimum, carried, initial in (("max", "top", -math.inf), ("min", "low", math.inf))
+)
 
 ARGMAX = define(
     "argmax",
@@ -252,4 +268,6 @@ WELFORD = define(
     vjp=lambda x, mean, var, count, d_mean, d_var, d_count: ((d_mean + d_var * ((x - mean) * 2.0)) / count,),
 )
 
-BUILTIN_STATES: dict[str, StateDef] = {d.name: d for d in (ONLINE_LOGSUMEXP, ARGMAX, ARGMIN, ARGMAX2, WELFORD)}
+BUILTIN_STATES: dict[str, StateDef] = {
+    d.name: d for d in (ONLINE_LOGSUMEXP, ONLINE_MAX, ONLINE_MIN, ARGMAX, ARGMIN, ARGMAX2, WELFORD)
+}
