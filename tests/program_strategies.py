@@ -11,7 +11,6 @@ epilogues are tame on, however deep the program.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from fractions import Fraction
 
 import attrs
 import torch
@@ -214,9 +213,12 @@ def shape_of(type_: TensorType, sizes: Mapping[str, int] = SIZES) -> tuple[int, 
 
 
 def inputs_for(program: Program, seed: int, sizes: Mapping[str, int] = SIZES) -> dict[str, Tensor]:
-    """Fresh inputs: float64 in [-2, 2], small integers, masks."""
+    """Fresh inputs: float64 in [-2, 2], small integers, masks; defaults where there are."""
     generator = torch.Generator().manual_seed(seed)
-    return {p.name: _random(p.type, generator, sizes) for p in program.params}
+    return {
+        p.name: _random(p.type, generator, sizes) if p.default is None else torch.tensor(p.default, dtype=torch.float64)
+        for p in program.params
+    }
 
 
 def _random(type_: TensorType, generator: torch.Generator, sizes: Mapping[str, int]) -> Tensor:

@@ -5,9 +5,12 @@ The gradients of random programs are compared to 1e-9 of the largest of the prog
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import golden_cases
+import pytest
 import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
@@ -15,9 +18,11 @@ from program_strategies import SIZES, cotangents_for, inputs_for, programs
 from torch import Tensor
 
 from codalang.autodiff import ProgramDerivative, derive_program
+from codalang.errors import CodaCallError
 from codalang.ir import program_reference as reference
 from codalang.ir.printer import print_program
-from codalang.ir.program import Program
+from codalang.ir.program import Apply, Matmul, Product, Program, Statement, Vector
+from codalang.ir.types import Kind
 from codalang.ir.verify_program import verify_program
 from codalang.parser import parse
 
@@ -25,6 +30,7 @@ RELATIVE = 1e-9
 ROOT = Path(__file__).parent.parent
 Tensors = dict[str, Tensor]
 seeds = st.integers(0, 2**20)
+EXTENTS = {"T": 6, "H": 8, "D": 4, "F": 6, "R": 3, "V": 7, "Q": 2, "KV": 1, "P": 3}
 
 
 def as_leaf(value: Tensor) -> Tensor:
@@ -53,7 +59,7 @@ def derived(
     cotangents: Mapping[str, Tensor],
     sizes: Mapping[str, int],
 ) -> dict[str, Tensor | None]:
-    """The gradient of each parameter asked for, in its declared shape, from what the backward declares that it loads."""
+    """The gradient of each parameter asked for, in its declared shape, from what the backward says that it loads."""
     stored = reference.run(derivative.forward, inputs)
     assert tuple(stored) == program.results + derivative.saved
     sources = {"param": inputs, "output": stored, "saved": stored, "cotangent": cotangents}
@@ -112,6 +118,15 @@ def check_gradients(
     return derivative
 
 
+def backward_call(program: Program, inputs: Tensors, seed: int) -> tuple[ProgramDerivative, Tensors]:
+    """A program's derivative, and what its backward loads."""
+    derivative = derive_program(program)
+    stored = reference.run(derivative.forward, inputs)
+    cotangents = cotangents_for({n: stored[n] for n in program.results}, seed)
+    sources = {"param": inputs, "output": stored, "saved": stored, "cotangent": cotangents}
+    return derivative, {name: sources[load.source][load.name] for name, load in derivative.loads.items()}
+
+
 @settings(max_examples=60, deadline=None)
 @given(programs(), seeds, st.data())
 def test_random_programs(program: Program, seed: int, data: st.DataObject) -> None:
@@ -127,12 +142,173 @@ def test_random_programs(program: Program, seed: int, data: st.DataObject) -> No
 @given(programs(max_steps=3, steps=4), seeds)
 def test_second_derivatives_of_random_programs(program: Program, seed: int) -> None:
     """The derived backward is a program like any other."""
-    first = derive_program(program)
-    if not first.backward.results:
-        return
     inputs = inputs_for(program, seed)
-    stored = reference.run(first.forward, inputs)
-    cotangents = cotangents_for({n: stored[n] for n in program.results}, seed)
-    sources = {"param": inputs, "output": stored, "saved": stored, "cotangent": cotangents}
-    loaded = {name: sources[load.source][load.name] for name, load in first.loads.items()}
+    first, loaded = backward_call(program, inputs, seed)
     check_gradients(first.backward, loaded, SIZES, seed=seed)
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def last_program(text: str) -> Program:
+    """The last program of a source text."""
+    return list(parse(text).programs.values())[-1]
+
+
+def derivative_text(text: str) -> str:
+    """What is kept, whose gradient is which result, and the backward."""
+    derivative = derive_program(last_program(text))
+    kept = f"# kept: {', '.join(derivative.saved) or 'nothing'}\n"
+    gradients = "".join(f"# {name} <- {result}\n" for name, result in derivative.gradients.items())
+    return kept + gradients + "\n" + print_program(derivative.backward)
+
+
+@pytest.mark.parametrize("name", golden_cases.load("programs.txt"))
+def test_golden_derivative(name: str) -> None:
+    golden_cases.check("programs.txt", name, derivative_text)
+    program = last_program(golden_cases.load("programs.txt")[name][0])
+    derivative = check_gradients(program, inputs_for(program, 0, EXTENTS), EXTENTS)
+    for part in (derivative.forward, derivative.backward):
+        check_text(part)
+
+
+# ---- what is kept and moved ------------------------------------------------------------------------------------------
+
+
+def example(file: str, name: str) -> Program:
+    """A program of the examples."""
+    return parse((ROOT / "examples" / file).read_text()).programs[name]
+
+
+def moved(statement: Statement) -> tuple[str, int, int]:
+    """What hosts a kernel, and how many tiles its epilogue loads and stores, the host not counted."""
+    if isinstance(statement, Product):
+        return "matmul", 0, 1
+    assert isinstance(statement, Apply)
+    params = {p.name: p for p in statement.epilogue.params}
+    loads = sum(params[name].type.kind is Kind.TILE for name, _ in statement.inputs)
+    outputs = zip(statement.results, statement.epilogue.outputs, strict=True)
+    stores = sum(result is not None and output.type.kind is Kind.TILE for result, output in outputs)
+    return ("matmul" if isinstance(statement.host, Matmul) else "hosted"), loads, stores
+
+
+def kernels(program: Program) -> list[tuple[str, int, int]]:
+    """The kernels of a program that move activations; auxiliary steps do not."""
+    return [moved(s) for s in program.statements if not isinstance(s, Vector)]
+
+
+def weights(program: Program) -> list[str]:
+    """Parameters but for frequencies, positions and scalars."""
+    return [p.name for p in program.params if p.type.shape and "frequency" not in p.name and p.name != "positions"]
+
+
+def test_the_backward_of_mlp_moves_what_it_must() -> None:
+    """Six matmuls; both derived epilogues are on one, and load what the forward stored and one accumulator."""
+    program = example("mlp.coda", "mlp")
+    derivative = derive_program(program, wrt=weights(program))
+    assert [name for name in derivative.saved if name.startswith("saved")] == ["saved_acc_y1"]
+    assert kernels(derivative.forward) == [("matmul", 1, 2), ("matmul", 0, 2), ("matmul", 1, 1)]
+    assert kernels(derivative.backward) == [
+        ("matmul", 0, 1),  # d_w2
+        (
+            "matmul",
+            1,
+            1,
+        ),  # SwiGLU and the row scale of the norm, on d_x2 @ w2: loads the accumulator, stores its cotangent
+        ("matmul", 0, 1),  # d_w1
+        ("matmul", 2, 1),  # the norm and the residual, on d_acc @ w1: loads d_x2 and x1, stores d_x0
+        ("matmul", 0, 1),  # d_w0
+        ("matmul", 0, 1),  # d_y0
+    ]
+
+
+def test_the_backward_of_a_llama_block_moves_what_it_must() -> None:
+    """No kernel for a norm, a residual or SwiGLU; the three of RoPE and the scale are on what attention gives."""
+    program = example("llama_block.coda", "llama_block")
+    derivative = derive_program(program, wrt=weights(program))
+    assert [name for name in derivative.saved if name.startswith("saved")] == ["saved_acc_a"]
+    assert kernels(derivative.backward) == [
+        *[("hosted", 1, 1), ("matmul", 0, 1)] * 3,  # v, k, q: loads the result, stores its cotangent; then d_w
+        ("matmul", 0, 1),  # d_h2 of v
+        ("matmul", 1, 1),  # and of k
+        ("matmul", 3, 1),  # the norm and the residual, on that of q
+        ("matmul", 0, 1),  # d_w_down
+        ("matmul", 1, 1),  # SwiGLU
+        ("matmul", 0, 1),  # d_w_gate_up
+        ("matmul", 2, 1),  # the norm and the residual
+        ("matmul", 0, 1),  # d_w_o
+        ("matmul", 0, 1),  # d_y
+    ]
+
+
+def test_frozen_weights_cost_nothing() -> None:
+    """No matmul for them, and nothing is kept for them."""
+    program = example("mlp.coda", "mlp")
+    derivative = derive_program(program, wrt=["x0"])
+    assert derivative.saved == ("x1", "ss1", "r1", "saved_acc_y1")
+    assert kernels(derivative.backward) == [("matmul", 1, 1), ("matmul", 2, 1)]
+    assert list(derivative.gradients) == ["x0"]
+
+
+def test_logits_are_stored_once_at_most() -> None:
+    """Recomputed, the forward stores no tile; saved, the backward has no further matmul of the logits."""
+    for name, stores, products in (("cross_entropy_mean", 0, 3), ("cross_entropy_mean_saved", 1, 2)):
+        program = example("lm_head_cross_entropy.coda", name)
+        derivative = derive_program(program, wrt=["h", "w"])
+        assert [stored for _, _, stored in kernels(derivative.forward)] == [stores]
+        assert sum(kind == "matmul" for kind, _, _ in kernels(derivative.backward)) == products
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / "examples").glob("*.coda")))
+def test_examples_twice(file: str) -> None:
+    """First and second derivatives of every program of the examples."""
+    for program in parse((ROOT / "examples" / file).read_text()).programs.values():
+        sizes = {name: EXTENTS.get(name, 4) for name in program.dims}
+        inputs = inputs_for(program, 0, sizes)
+        check_gradients(program, inputs, sizes)
+        first, loaded = backward_call(program, inputs, 0)
+        check_gradients(first.backward, loaded, sizes)
+
+
+def test_no_gradient_and_no_cotangent() -> None:
+    """Nothing is asked for, or nothing depends on it: nothing is kept, and nothing is computed."""
+    program = example("mlp.coda", "mlp")
+    for derivative in (derive_program(program, wrt=[]), derive_program(program, cotangents=[])):
+        assert derivative.forward == program and not derivative.saved
+        assert not derivative.backward.statements and not derivative.backward.results
+        assert set(derivative.gradients.values()) <= {None}
+
+
+def test_unknown_names_are_refused() -> None:
+    program = example("mlp.coda", "mlp")
+    with pytest.raises(CodaCallError, match="`wrt` of `mlp` must be a collection of names out of y0, x0"):
+        derive_program(program, wrt=["w3"])
+    with pytest.raises(CodaCallError, match="`cotangents` of `mlp` must be a collection of names out of x2; got 'x2'"):
+        derive_program(program, cotangents="x2")
+
+
+def test_deriving_takes_linear_time() -> None:
+    """A chain of matmuls, norms and residuals: eight times the statements take less than sixteen times as long."""
+
+    def seconds(layers: int) -> float:
+        program = chain(layers)
+        start = time.process_time()
+        derivative = derive_program(program)
+        assert len(derivative.backward.statements) >= 4 * layers
+        return time.process_time() - start
+
+    seconds(2)
+    assert seconds(160) < 16 * seconds(20)
+
+
+def chain(layers: int) -> Program:
+    """x = x + a W^T, h = x * g, a = tanh(h V^T), so many times."""
+    head = "epilogue squash(acc: tile[M, N]) {\n    store a: tile[M, N] = tanh(acc)\n}\n"
+    lines = [
+        f"    (x{i}, h{i}, _) = residual_rms(a{i - 1} @ w{i}.T, res = x{i - 1}, gamma = g{i})\n"
+        f"    a{i} = squash(h{i} @ v{i}.T)\n"
+        for i in range(1, layers + 1)
+    ]
+    weights_ = "".join(f", w{i}: [D, F], v{i}: [F, D], g{i}: [D]" for i in range(1, layers + 1))
+    text = f"program chain(a0: [T, F], x0: [T, D]{weights_}) {{\n{''.join(lines)}    return a{layers}\n}}\n"
+    return last_program("import residual_rms\n" + head + text)

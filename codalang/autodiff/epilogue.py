@@ -244,7 +244,8 @@ def _backward(graph: Graph, epilogue: Epilogue, outputs: Sequence[Output], input
     nodes = list(graph.nodes)
     for i in inputs:
         nodes[i.node] = Node("param", (), i.param.type, i.param.name)
-    live = canonical(Epilogue(f"{epilogue.name}_backward", epilogue.dims, (), tuple(nodes), tuple(outputs)))
+    name, precise = f"{epilogue.name}_backward", epilogue.precise
+    live = canonical(Epilogue(name, epilogue.dims, (), tuple(nodes), tuple(outputs), precise=precise))
     used = {node.attr for node in live.nodes if node.op == "param"}
     params = [i.param for i in inputs if i.param.name in used]
     # The first tile of floats is what a hosting matmul computes.

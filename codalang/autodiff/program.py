@@ -170,13 +170,20 @@ class _Walk:
         is_matmul: bool,
         around: Surroundings,
     ) -> tuple[Derivative, bool]:
-        """The derivative, and whether it is hosted on the forward's matmul, run again."""
+        """The derivative, and whether it is hosted on the forward's matmul, run again: where the accumulator is not to
+        be kept, and something had to be saved in its place."""
+        if not is_matmul:
+            return self._derive(epilogue, wanted, present, True, around), False
+        if not any(keep.how == RECOMPUTE for keep in epilogue.keeps):
+            return self._derive(epilogue, wanted, present, False, around), False
         try:
-            return self._derive(epilogue, wanted, present, not is_matmul, around), False
+            kept = self._derive(epilogue, wanted, present, False, around)
         except CodaUnsupportedError:
-            if not is_matmul or not any(keep.how == RECOMPUTE for keep in epilogue.keeps):
-                raise
-        return self._derive(epilogue, wanted, present, True, around), True
+            return self._derive(epilogue, wanted, present, True, around), True
+        if not _recomputes_accumulator(epilogue) or not _saves(kept):
+            return kept, False
+        again = self._derive(epilogue, wanted, present, True, around)
+        return (kept, False) if _saves(again) else (again, True)
 
     def _derive(
         self, epilogue: Epilogue, wanted: tuple[str, ...], present: tuple[str, ...], hosted: bool, around: Surroundings
@@ -185,3 +192,15 @@ class _Walk:
         if key not in self._derivatives:
             self._derivatives[key] = derive(epilogue, wrt=wanted, cotangents=present, hosted=hosted, around=around)
         return self._derivatives[key]
+
+
+def _recomputes_accumulator(epilogue: Epilogue) -> bool:
+    """Did the author ask that the accumulator is not kept?"""
+    accumulator = epilogue.accumulator
+    kept = [epilogue.nodes[keep.value] for keep in epilogue.keeps if keep.how == RECOMPUTE]
+    return accumulator is not None and any(n.op == "param" and n.attr == accumulator.name for n in kept)
+
+
+def _saves(derivative: Derivative) -> bool:
+    """Does the forward store a tile for the backward only?"""
+    return any(decision.store for decision in derivative.plan)
