@@ -218,19 +218,36 @@ def ragged(subject: Subject) -> list[Case]:
     if subject.name not in CORE:
         return []
     factors: dict[str, Sequence] = {
-        "dtype": DTYPES,
+        "dtypes": (("bf16", "f32"), ("bf16", "same"), ("f16", "same")),
         "m": RAGGED_M,
         "n": RAGGED_N,
         "tile": MATRIX_LAYOUTS,
         "vector": VECTOR_LAYOUTS,
-        "vector_dtype": ("f32", "same"),
     }
     if subject.on_gemm:
         # With A and B both of equal rows, every element of the accumulator has the same rounding error, and sums of
         # them are beyond what f32 can do; so B's rows stay distinct.
         distinct = [layout for layout in MATRIX_LAYOUTS if layout != "expanded rows"]
         factors |= {"k": RAGGED_K, "a": MATRIX_LAYOUTS, "b": distinct}
-    return [Case(subject, **({"k": 0} | choice)) for choice in pairwise(factors)]
+    cases = []
+    for choice in pairwise(factors):
+        dtype, vectors = choice.pop("dtypes")
+        cases.append(Case(subject, **({"k": 0} | choice), dtype=dtype, vector_dtype=vectors, parts=pinned(subject)))
+    return cases
+
+
+def pinned(subject: Subject) -> tuple[int, int] | None:
+    """A tiling for all ragged extents of a subject, since the heuristic would take one, hence compile a kernel, for
+    nearly each; they take turns from subject to subject."""
+    if not subject.on_gemm:
+        return None
+    usual = [i for i, t in enumerate(split.TILINGS) if t.tile[1] % 32 == 0 and t.tile[0] * t.tile[1] <= 128 * 128]
+    return usual[core_turn(subject) % len(usual)], 1
+
+
+def core_turn(subject: Subject) -> int:
+    """A number that differs among the core's forwards and backwards."""
+    return 2 * CORE.index(subject.name) + subject.backward
 
 
 def sweep(subject: Subject) -> list[Case]:
@@ -246,6 +263,7 @@ def sweep(subject: Subject) -> list[Case]:
             tile=MATRIX_LAYOUTS[i % len(MATRIX_LAYOUTS)],
             vector=VECTOR_LAYOUTS[i // 2 % len(VECTOR_LAYOUTS)],
             vector_dtype=("f32", "same")[i % 2],
+            parts=pinned(subject),
         )
         for i, choice in enumerate(product)
     ]
@@ -258,7 +276,8 @@ def empty(subject: Subject) -> list[Case]:
     extents = [(0, 24, 40), (129, 0, 40), (0, 0, 0)]
     if subject.on_gemm:  # with no K there are kernels all the same
         extents += [(0, 24, 0)] + ([(129, 24, 0)] if subject.name in CORE else [])
-    return [Case(subject, dtype, *extent) for dtype in DTYPES for extent in extents]
+    parts = pinned(subject) if subject.name in CORE else None
+    return [Case(subject, dtype, *extent, vector_dtype="same", parts=parts) for dtype in DTYPES for extent in extents]
 
 
 def turn_of(name: str) -> int:
@@ -299,7 +318,7 @@ def samples(subject: Subject) -> list[Case]:
             fitted(subject.name, (264, 130)[i // 2 % 2]),
             72,
             vector=VECTOR_LAYOUTS[i % len(VECTOR_LAYOUTS)],
-            vector_dtype=("f32", "same")[i // 2 % 2],
+            vector_dtype=("f32", "same")[i % 2],
             tiling=(turn_of(subject.name) + i) % len(TILINGS) if subject.on_gemm and m > 300 else None,
         )
         for i, m in enumerate(rows)
@@ -313,36 +332,41 @@ def _is_map(epilogue: Epilogue) -> bool:
 def near_limit(subject: Subject) -> list[Case]:
     """Magnitudes at which f16 outputs come near the largest finite value, 65504, and some pass it."""
     magnitudes = NEAR_LIMIT.get(subject.name, ())
-    return [Case(subject, "f16", 129, 1000, 72, magnitude=magnitude) for magnitude in magnitudes]
+    parts = pinned(subject) if magnitudes else None
+    return [
+        Case(subject, "f16", 129, 1000, 72, vector_dtype="same", magnitude=magnitude, parts=parts)
+        for magnitude in magnitudes
+    ]
 
 
 def tilings(subject: Subject) -> list[Case]:
-    """Every tiling that a GEMM may have, on fewer tiles than multiprocessors and on several for each."""
+    """Every second tiling that a GEMM may have, on fewer tiles than multiprocessors and on several for each; the next
+    subject has the others."""
     extents = ((1000, 520, 40), (3000, 4104, 1000)) if subject.on_gemm and subject.name in CORE else ()
     return [
         Case(subject, "bf16", *extent, vector_dtype="same", tiling=tiling)
         for tiling, extent in itertools.product(range(len(TILINGS)), extents)
+        if (tiling + core_turn(subject)) % 2
     ]
+
+
+PART_ROWS = (1, 16, 63, 80, 130, 256)  # M: less than a tile, and than the rows of A that are loaded, and more
 
 
 def parts(subject: Subject) -> list[Case]:
-    """Few tiles: every tiling that is for them, and every number of parts of K."""
+    """Few tiles: every tiling that is for them with every number of parts of K, among all subjects."""
     if not subject.on_gemm or subject.name not in CORE:
         return []
-    choices = pairwise({"tiling": range(len(split.TILINGS)), "parts": split.SPLITS, "m": (1, 63, 130, 256)})
-    return [
-        Case(
-            subject,
-            DTYPES[i % 2],
-            choice["m"],
-            fitted(subject.name, (264, 1000)[i % 2]),
-            (2088, 4096)[i // 2 % 2],
-            a=MAJORS[i % 2],
-            b=MAJORS[i // 2 % 2],
-            parts=(choice["tiling"], choice["parts"]),
-        )
-        for i, choice in enumerate(choices)
-    ]
+    cases = []
+    for i, (tiling, count) in enumerate(itertools.product(range(len(split.TILINGS)), split.SPLITS)):
+        turn, round_ = i % (2 * len(CORE)), i // (2 * len(CORE))
+        b = "row" if split.TILINGS[tiling].tile[1] % split.LEAST_ROW else MAJORS[round_ // 2 % 2]
+        if turn == core_turn(subject):
+            m, n = PART_ROWS[(i + round_) % len(PART_ROWS)], fitted(subject.name, (264, 1000)[round_ % 2])
+            dtype, a = DTYPES[(i + round_) % 2], MAJORS[(round_ + (m > 130)) % 2]
+            k = (2088, 4096)[round_ // 2 % 2]
+            cases.append(Case(subject, dtype, m, n, k, a=a, b=b, parts=(tiling, count)))
+    return cases
 
 
 def llama(subject: Subject) -> list[Case]:
