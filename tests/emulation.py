@@ -19,7 +19,7 @@ from codalang.ir import reference
 from codalang.ir.bind import Call, bind
 from codalang.ir.epilogue import Epilogue, Reduce, State
 from codalang.ir.evaluate import Context, evaluate_function
-from codalang.ir.fold import merged
+from codalang.ir.fold import REDUCTION_FUNCTIONS, merged
 from codalang.ir.types import Kind, ValueType
 from codalang.lower import plan, run, split
 from codalang.lower.spec import PLAIN, SLAB_ROWS, Folding, KernelSpec, base_width, foldings_fit, folds, loaded_params
@@ -32,7 +32,7 @@ def emulated(dtype: torch.dtype = torch.float64) -> Iterator[list[KernelSpec]]:
 
     def function(spec: KernelSpec) -> Callable[..., None]:
         specs.append(spec)
-        kernel = _main if spec.merge is None else _merge
+        kernel = _merge if spec.merge is not None else _main if spec.parts is None else _vector
         return lambda *arguments: kernel(spec, dtype, *arguments)
 
     originals = run.function, run.empty, run._sms
@@ -182,6 +182,25 @@ def _one_tile(epilogue, call: Call, outputs, tile: tuple[int, int], rows: range,
             else:
                 part = buffer[tile[1] if kind is Kind.COL else tile[0]]
                 section(part, group[0].type, group[0].type.width).copy_(value)
+
+
+def _vector(
+    spec: KernelSpec, compute: torch.dtype, inputs: Sequence[object], outputs: tuple[Tensor, ...], n: int
+) -> None:
+    """The kernel of an auxiliary step."""
+    given = {}
+    for (param, dtype), tensor, how in zip(spec.inputs, inputs, spec.parts, strict=True):
+        if how:
+            assert isinstance(tensor, Tensor) and tensor.shape[1:] == (n,) and tensor.is_contiguous() and dtype == "f32"
+            given[param.name] = REDUCTION_FUNCTIONS[how](tensor.to(compute), (0,))
+        else:
+            given[param.name] = _loaded(tensor, dtype, param.type)
+    results = reference.run(
+        attrs.evolve(spec.epilogue, params=tuple(p for p, _ in spec.inputs)), given, dtype=compute, extents=(1, n)
+    )
+    for output, result in zip(outputs, results.values(), strict=True):
+        assert output.numel() == result.numel()
+        output[0] = result
 
 
 def _merge(spec: KernelSpec, compute: torch.dtype, partials: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:

@@ -138,6 +138,15 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
 
     if spec.merge is not None:
         return _merge_kernel(body.PARTIALS[spec.merge], row_of_words)
+    if spec.parts is not None:
+        from codalang.lower.vector import VectorKernel
+
+        vectors = tuple(
+            row_of_words("f32") if how else vector(i.dtype) for i, how in zip(body.INPUTS, spec.parts, strict=True)
+        )
+        stored = tuple(row_of_words("f32") for _ in body.VECTORS)
+        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        return VectorKernel(body, spec.parts), [vectors, stored, cutlass.Int32(1), stream]
     aligned = spec.aligned
     input_foldings = spec.input_foldings or (PLAIN,) * len(body.INPUTS)
     output_foldings = spec.output_foldings or (PLAIN,) * len(body.TILES)

@@ -56,6 +56,7 @@ INPUT_DTYPES = {
 }
 RESULT_DTYPES = {"f32": torch.float32, "i32": torch.int32}
 
+overlap = False  # kernels start while the one before them in the stream ends; see `sm90`
 empty = torch.empty  # how outputs and partials are allocated; tests replace it by one that poisons
 
 
@@ -69,6 +70,7 @@ def gemm(
     out: Mapping[str, torch.Tensor] | None = None,
     config: Config | None = None,
     samples: int | None = None,
+    unmerged: tuple[str, ...] = (),
 ) -> dict[str, torch.Tensor]:
     """The epilogue on acc = a @ b.T.
 
@@ -85,6 +87,8 @@ def gemm(
             may share memory with.
         config: overrides the heuristic.
         samples: B of `row[B, N]`; needed where no input determines it.
+        unmerged: sums, maxima and minima that are given in the parts that tiles leave, [parts, length], for `vector` to
+            merge.  Where there are no tiles they are given as ever.
 
     Returns:
         The outputs by name: what `out` has, and fresh contiguous tensors.
@@ -97,7 +101,20 @@ def gemm(
     b, b_dims = (b.tensor, b.row_dims) if isinstance(b, Matrix) else (b, -1)
     values = [inputs.get(name) for name in _loaded_names(epilogue, True)]
     outputs = (*(dtypes or {}).items(), *(_forms(out) if out else ()))
-    key = (epilogue, config, samples, function, a_dims, _form(a), b_dims, _form(b), *map(_form, values), *outputs)
+    key = (
+        epilogue,
+        config,
+        samples,
+        unmerged,
+        function,
+        overlap,
+        a_dims,
+        _form(a),
+        b_dims,
+        _form(b),
+        *map(_form, values),
+        *outputs,
+    )
     call = _CALLS.get(key)
     if call is None:
         operands = (
@@ -106,7 +123,12 @@ def gemm(
         )
         _check_operands(*operands)
         shape = _Shape(
-            epilogue, operands[0].shape[0], operands[1].shape[0], a.device, _samples(epilogue, inputs, samples)
+            epilogue,
+            operands[0].shape[0],
+            operands[1].shape[0],
+            a.device,
+            _samples(epilogue, inputs, samples),
+            unmerged,
         )
         if shape.m == 0 or shape.n == 0:
             accumulator = {epilogue.params[0].name: a.new_zeros(shape.m, shape.n)}
@@ -125,6 +147,7 @@ def hosted(
     dtypes: Mapping[str, torch.dtype] | None = None,
     out: Mapping[str, torch.Tensor] | None = None,
     default_dtype: torch.dtype | None = None,
+    unmerged: tuple[str, ...] = (),
 ) -> dict[str, torch.Tensor]:
     """The epilogue on plain tensors, the accumulator among `inputs`; no matmul.
 
@@ -133,24 +156,57 @@ def hosted(
             the number of samples.
         dtypes, out: storage dtypes of outputs, and buffers for some, as for `gemm`.
         default_dtype: storage dtype of tile outputs without annotation; default: the accumulator tensor's.
+        unmerged: as for `gemm`.
 
     Raises CodaCallError for shapes that do not fit.
     """
     values = [inputs.get(name) for name in _loaded_names(epilogue, False)]
     outputs = (*(dtypes or {}).items(), *(_forms(out) if out else ()))
-    key = (epilogue, extents, default_dtype, function, *map(_form, values), *outputs)
+    key = (epilogue, extents, default_dtype, unmerged, function, overlap, *map(_form, values), *outputs)
     call = _CALLS.get(key)
     if call is None:
         m, n, device = _hosted_extents(epilogue, inputs, extents)
         tensors = [v for v in inputs.values() if isinstance(v, torch.Tensor) and v.is_floating_point()]
         default = default_dtype or next((t.dtype for t in tensors), torch.float32)
         given = extents[2] if extents is not None and len(extents) > 2 else None
-        shape = _Shape(epilogue, m, n, device, _samples(epilogue, inputs, given))
+        shape = _Shape(epilogue, m, n, device, _samples(epilogue, inputs, given), unmerged)
         if m == 0 or n == 0:
             return _of_nothing(shape, inputs, default, dtypes or {}, out or {})
         storage = _storage_dtypes(epilogue, default, dtypes or {})
         call = _remember(key, _hosted_call(shape, values, storage, out or {}))
     return call.run(tuple(values), out or {})
+
+
+def vector(
+    expression: Epilogue,
+    inputs: Mapping[str, torch.Tensor | float],
+    length: int,
+    *,
+    parts: Mapping[str, str] | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> dict[str, torch.Tensor]:
+    """An elementwise expression of vectors and scalars, merging what reductions left of some of them.
+
+    Args:
+        expression: an epilogue on [1, length] of rows of width 1 and scalars, that stores such.
+        inputs: its parameters by name: rows [length], or [parts, length] in f32; scalars.
+        parts: how an input's parts are merged: sum, max or min; others are whole.
+        dtypes: storage dtypes of outputs; default: f32.
+
+    Raises CodaCallError for shapes that do not fit.
+    """
+    values = [inputs.get(name) for name in _loaded_names(expression, False)]
+    key = (expression, length, "vector", function, *map(_form, values), *(parts or {}).items(), *(dtypes or {}).items())
+    call = _CALLS.get(key)
+    if call is None:
+        device = next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cuda"))
+        shape = _Shape(expression, 1, length, device, 0)
+        if length == 0:
+            whole = {n: v[0] if isinstance(v, torch.Tensor) and v.ndim > 1 else v for n, v in inputs.items()}
+            return _of_nothing(shape, whole, torch.float32, dtypes or {}, {})
+        storage = _storage_dtypes(expression, torch.float32, dtypes or {})
+        call = _remember(key, _vector_call(shape, values, parts or {}, storage))
+    return call.run(tuple(values), {})
 
 
 # ---------------------------------------------------------------- what calls of one signature have in common
@@ -361,11 +417,13 @@ def _gemm_call(
         if any(foldings_fit(spec, t.tile, t.cluster) for t in tilings):
             break
     chosen = config or tuned.choose(spec, shape.m, shape.n, a.shape[1], shape.device)
+    if 0 < chosen.a_rows < shape.m:
+        raise CodaCallError(f"a configuration for {chosen.a_rows} rows, got {shape.m}", argument="config")
     cluster = chosen.cluster[0] * chosen.cluster[1]
     prepare = (*(prepare for prepare, _, _ in passed), *(prepare for prepare, _, _ in inputs))
     results = shape.results(storage, chosen.tile, out, padded=True, on_gemm=True, foldings=foldings)
     return _Call(
-        function(attrs.evolve(spec, config=chosen)),
+        function(attrs.evolve(spec, config=chosen, overlap=overlap)),
         prepare,
         2,
         results,
@@ -431,7 +489,33 @@ def _hosted_call(
     prepare = tuple(prepare for prepare, _ in inputs)
     names = tuple(o.name for o in epilogue.outputs)
     written = shape.written(params, values, prepare, results, out)
-    return _Call(function(spec), prepare, 0, results, names, (shape.m, n), shape.device, written)
+    return _Call(
+        function(attrs.evolve(spec, overlap=overlap)), prepare, 0, results, names, (shape.m, n), shape.device, written
+    )
+
+
+def _vector_call(
+    shape: _Shape, values: list[Value], parts: Mapping[str, str], storage: Mapping[str, torch.dtype]
+) -> _Call:
+    epilogue = shape.epilogue
+    params = loaded_params(epilogue, False)
+    inputs = [
+        shape.parts(p, v) if p.name in parts else shape.input(p, v, pad=False, fold=False)[:2]
+        for p, v in zip(params, values, strict=True)
+    ]
+    spec = KernelSpec(
+        epilogue,
+        None,
+        tuple(dtype for _, dtype in inputs),
+        (),
+        None,
+        aligned=False,
+        parts=tuple(parts.get(p.name, "") for p in params),
+    )
+    results = shape.results(storage, (1, 1), {}, padded=False, on_gemm=False, foldings=())
+    names = tuple(o.name for o in epilogue.outputs)
+    prepare = tuple(prepare for prepare, _ in inputs)
+    return _Call(function(spec), prepare, 0, results, names, (shape.n,), shape.device, ())
 
 
 def _of_nothing(
@@ -468,8 +552,17 @@ class _Shape:
     """The extents of a call, and what follows from them: m rows and n columns of the accumulator's width, and the
     number of samples, 0 where there are none."""
 
-    def __init__(self, epilogue: Epilogue, m: int, n: int, device: torch.device, samples: int) -> None:
+    def __init__(
+        self,
+        epilogue: Epilogue,
+        m: int,
+        n: int,
+        device: torch.device,
+        samples: int,
+        unmerged: tuple[str, ...] = (),
+    ) -> None:
         self.epilogue, self.m, self.n, self.device, self.samples = epilogue, m, n, device, samples
+        self.unmerged = unmerged
         if epilogue.has_samples and (m % samples if samples else m):
             raise CodaCallError(
                 f"`{epilogue.name}` has {samples} samples, which must divide its {m} rows", argument="samples"
@@ -541,6 +634,20 @@ class _Shape:
         raise CodaCallError(
             f"`{param.name}` of `{self.epilogue.name}` must be a {' or '.join(names.values())} tensor of shape "
             f"{list(self.of(param))}, got {got}",
+            argument=param.name,
+        )
+
+    def parts(self, param: Param, value: Value) -> tuple[Prepare | None, str]:
+        """The same of a vector that comes in parts, or is whole: one part."""
+        shape = self.of(param)
+        if isinstance(value, torch.Tensor) and value.dtype is torch.float32 and tuple(value.shape[-1:]) == shape:
+            if value.ndim == 1:
+                return (lambda t: t.contiguous().view(1, -1)), "f32"
+            if value.ndim == 2 and value.shape[0]:
+                return None if value.is_contiguous() else torch.Tensor.contiguous, "f32"
+        got = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise CodaCallError(
+            f"`{param.name}` of `{self.epilogue.name}` must be parts [parts, {shape[0]}] in f32, got {got}",
             argument=param.name,
         )
 
@@ -673,7 +780,7 @@ class _Shape:
             return _MERGES[first.how, kind is Kind.SCALAR], (torch.float32,)
         dtypes = tuple(RESULT_DTYPES[dtype.value] for _, dtype in first.definition.carried)
         all_results = tuple(dtype.value for _, dtype in first.definition.results)
-        merge = function(merge_spec(first))
+        merge = function(merge_spec(first, self.epilogue.precise))
         chosen = [o.result for o in group if isinstance(o, State)]
         results = [RESULT_DTYPES[name] for name in all_results]
 
@@ -858,4 +965,4 @@ def _sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-__all__ = ["DTYPE_NAMES", "TORCH_DTYPES", "empty", "gemm", "hosted"]
+__all__ = ["DTYPE_NAMES", "TORCH_DTYPES", "empty", "gemm", "hosted", "vector"]

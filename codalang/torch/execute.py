@@ -26,6 +26,7 @@ from torch import Tensor
 from codalang.errors import CodaUnsupportedError
 from codalang.ir import reference
 from codalang.ir.epilogue import Epilogue
+from codalang.ir.fold import REDUCTION_FUNCTIONS
 from codalang.lower.folded import Matrix
 from codalang.lower.spec import KernelSpec
 from codalang.torch.signature import Extent, Value
@@ -54,6 +55,9 @@ class Job:
         compute: what the reference computes in.
         dtypes: the storage dtype of each output.
         samples: B, where there is one row per sample.
+        unmerged: reductions that kernels give in parts, [parts, length]; the reference merges them.
+        parts: of an auxiliary step, an elementwise expression: how inputs that come in parts are merged, by name; they
+            may be whole, too.  None for other jobs.
         fresh: for each output whether the reference makes a new tensor for it.
     """
 
@@ -64,6 +68,8 @@ class Job:
     compute: torch.dtype
     dtypes: tuple[torch.dtype, ...]
     samples: Extent = 0
+    unmerged: tuple[str, ...] = ()
+    parts: Mapping[str, str] | None = None
     fresh: tuple[bool, ...] = attrs.field(init=False)
 
     @fresh.default
@@ -228,10 +234,14 @@ def _run_kernel(job: Job, values: Sequence[Value | Matrix], out: Mapping[str, Te
         assert isinstance(a, Tensor | Matrix) and isinstance(b, Tensor | Matrix)
         inputs: Any = {p.name: v for p, v in zip(params[1:], rest, strict=True)}
         samples = job.samples if job.epilogue.has_samples else None
-        outputs = run.gemm(job.epilogue, a, b, inputs, dtypes=dtypes, out=out, samples=samples)
+        asked: Any = {"dtypes": dtypes, "out": out, "unmerged": job.unmerged}
+        outputs = run.gemm(job.epilogue, a, b, inputs, samples=samples, **asked)
+    elif job.parts is not None:
+        inputs = {p.name: v for p, v in zip(params, values, strict=True)}
+        outputs = run.vector(job.epilogue, inputs, job.columns, parts=job.parts, dtypes=dtypes)
     else:
         inputs = {p.name: v for p, v in zip(params, values, strict=True)}
-        outputs = run.hosted(job.epilogue, inputs, extents=job.extents, dtypes=dtypes, out=out)
+        outputs = run.hosted(job.epilogue, inputs, extents=job.extents, dtypes=dtypes, out=out, unmerged=job.unmerged)
     return [outputs[o.name] for o in job.epilogue.outputs]
 
 
@@ -242,6 +252,9 @@ def _run_reference(job: Job, values: Sequence[Value | Matrix], device: torch.dev
         a, b = plain[:2]
         plain[:2] = [a.to(job.compute) @ b.to(job.compute).T]
     inputs = {p.name: v for p, v in zip(epilogue.params, plain, strict=True)}
+    for name, how in (job.parts or {}).items():
+        if inputs[name].dim() > 1:  # left by a kernel
+            inputs[name] = REDUCTION_FUNCTIONS[how](inputs[name].to(job.compute), (0,))
     outputs = reference.run(epilogue, inputs, dtype=job.compute, extents=job.extents)
     return [
         outputs[output.name].to(device=device, dtype=dtype, copy=not fresh)

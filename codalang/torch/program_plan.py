@@ -14,6 +14,7 @@ Matmuls without an epilogue run on the same GEMM, with one that stores what it g
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from codalang.errors import CodaCallError, Loc
 from codalang.ir.build import EpilogueBuilder, canonical
 from codalang.ir.dims import Dim
-from codalang.ir.epilogue import Epilogue, Store
+from codalang.ir.epilogue import Epilogue, Reduce, Store
 from codalang.ir.program import Apply, Matmul, Product, Program, Statement, TensorType, Value, Vector
 from codalang.ir.program_reference import view
 from codalang.ir.simplify import simplify
@@ -32,6 +33,7 @@ from codalang.ir.types import Dtype, Kind, tile
 from codalang.lower.folded import Matrix
 from codalang.torch.execute import Job, Launch, execute, execute_listening, kernels_possible
 from codalang.torch.opaque import is_traced
+from codalang.torch.program_auxiliary import is_elementwise, merged, rows_of
 from codalang.torch.program_call import Shape, extent
 from codalang.torch.signature import Extent, Signature, columns_of, output_dtype
 
@@ -398,6 +400,7 @@ class _Planner:
         self._numbers: dict[str, int] = {}
         self._casts: dict[tuple[str, torch.dtype], Known] = {}
         self._steps: list[Step] = []
+        self._params_done = False
         self._of_slot: dict[int, Known] = {}
         self._name_of: dict[int, str] = {}
         self._owned: set[int] = set()
@@ -406,14 +409,18 @@ class _Planner:
             value = self._define(param.name, param.type, shape, flat, dtype)
             if param.name in owned:
                 self._owned.add(value.slot)
+        self._params_done = True
         for number in self._number_values():
             self._numbers[_number_key(number)] = self._slot()
             self.constants.append(self._number(number))
         self._operands_only = self._find_operands_only()
         self._read = {name for statement in program.statements for name in statement.reads}
+        self._readers = Counter(name for statement in program.statements for name in dict.fromkeys(statement.reads))
+        self._group: list[Vector] = []
+        self._reductions: dict[str, tuple[int, Reduce]] = {}
         for statement in program.statements:
-            plan = {Apply: self._apply, Product: self._product, Vector: self._vector}[type(statement)]
-            plan(statement)  # type: ignore[operator]
+            self._plan(statement)
+        self._auxiliary()
 
     def steps(self) -> tuple[Step, ...]:
         """The steps, with what each leaves behind."""
@@ -445,6 +452,19 @@ class _Planner:
             return None
         return Finish(shape, dtype, viewed, flat, copied)
 
+    def _plan(self, statement: Statement) -> None:
+        """Auxiliary steps that follow each other wait, and become one."""
+        if isinstance(statement, Vector) and is_elementwise(statement):
+            if self._group and self._group[0].length != statement.length:
+                self._auxiliary()
+            self._group.append(statement)
+            return
+        self._auxiliary()
+        for name in statement.reads:
+            self._reductions.pop(name, None)
+        plan = {Apply: self._apply, Product: self._product, Vector: self._vector}[type(statement)]
+        plan(statement)  # type: ignore[operator]
+
     # ---- statements -------------------------------------------------------------------------------------------------
 
     def _apply(self, statement: Apply) -> None:
@@ -473,8 +493,10 @@ class _Planner:
             self._define(name, types[name], shape := self._extents(types[name].shape), shape, dtype)
             for name, dtype in zip(statement.makes, dtypes, strict=True)
         ]
-        job = Job(epilogue, isinstance(host, Matmul), rows, columns, self.setting.compute, tuple(dtypes), *samples)
+        on_gemm, count = isinstance(host, Matmul), samples[0] if samples else 0
+        job = Job(epilogue, on_gemm, rows, columns, self.setting.compute, tuple(dtypes), count)
         self._add(job, arguments, made)
+        self._note_reductions(epilogue, made)
 
     def _product(self, statement: Product) -> None:
         a, b, dtype = self._operands(statement.matmul, statement.loc)
@@ -498,6 +520,47 @@ class _Planner:
         shape = (length,) if type_.shape else ()
         value = self._define(statement.result, type_, shape, shape, dtype)
         self._add(Job(expression, False, 1, length, self.setting.compute, (dtype,)), arguments, [value])
+
+    def _auxiliary(self) -> None:
+        """Plan the auxiliary steps that wait."""
+        group, self._group = self._group, []
+        if not group:
+            return
+        inside = Counter(name for statement in group for name in dict.fromkeys(statement.reads))
+        wanted = {n for n, count in self._readers.items() if count > inside[n]} | set(self.program.results)
+        needed = [statement.result for statement in group if statement.result in wanted]
+        read = merged(group, needed, ())
+        parts = {name: self._reductions[name][1].how for name in rows_of(read) if name in self._reductions}
+        stored = [name for name in parts if name in wanted]
+        expression = merged(group, needed, stored) if stored else read
+        arguments = [
+            self._argument(p.name if p.name in self.values else Dim.of(p.name), p.type.kind) for p in expression.params
+        ]
+        for name in dict.fromkeys(inside):
+            step, reduction = self._reductions.pop(name, (None, None))
+            if step is not None and reduction is not None and name in parts:
+                before = self._steps[step]
+                assert before.job is not None
+                job = attrs.evolve(before.job, unmerged=(*before.job.unmerged, reduction.name))
+                self._steps[step] = attrs.evolve(before, job=job)
+        length = self._extent(group[0].length)
+        types = {s.result: _made_by(s, {})[s.result] for s in group} | {n: self.values[n].type for n in stored}
+        made = []
+        for output in expression.outputs:
+            dtype = output_dtype(output, self.setting.compute, self.setting.compute)
+            dtype = self._stored(output.name, dtype, output.dtype is not None)
+            shape = (length,) if types[output.name].shape else ()
+            made.append(self._define(output.name, types[output.name], shape, shape, dtype))
+        dtypes = tuple(value.dtype or self.setting.compute for value in made)
+        job = Job(expression, False, 1, length, self.setting.compute, dtypes, parts=parts)
+        self._add(job, arguments, made)
+
+    def _note_reductions(self, epilogue: Epilogue, made: Sequence[Known]) -> None:
+        """The reductions of the last step that its kernel may leave in parts."""
+        for output, value in zip(epilogue.outputs, made, strict=True):
+            vector = output.type.kind in (Kind.COL, Kind.ROW)
+            if isinstance(output, Reduce) and vector and value.dtype is torch.float32:
+                self._reductions[self._name_of[value.slot]] = (len(self._steps) - 1, output)
 
     def _add(self, job: Job, arguments: Sequence[tuple[int, Prepare | None]], made: Sequence[Known]) -> None:
         slots = tuple(slot for slot, _ in arguments)
@@ -633,7 +696,7 @@ class _Planner:
         return self.count - 1
 
     def _define(self, name: str, type_: TensorType, shape: Shape, flat: Shape, dtype: torch.dtype | None) -> Known:
-        made = len(self.values) >= len(self.program.params)
+        made = self._params_done
         order = self._order_of(name, type_, dtype) if made else None
         value = Known(self._slot(), type_, shape, flat, dtype, order)
         self._of_slot[value.slot], self._name_of[value.slot] = value, name
