@@ -798,10 +798,80 @@ def test_kernels_do_what_the_reference_does(m, monkeypatch):
         assert all(close(o, t, 2e-2) and o.dtype is t.dtype for o, t in zip(ours, theirs, strict=True))
         assert all(close(o, t, 4e-3) for o, t in zip(ours[:2], theirs[:2], strict=True))
     assert any(spec.operand and spec.operand.b_folding.rows for spec in specs)
+    assert {spec.parts for spec in specs if spec.parts is not None} >= {("sum", "", ""), ("sum", "")}
     (tape,) = next(iter(function._calls.values()))[1]._tapes.values()
     assert [len(tape.plan._launches), all(next(iter(tape.plan._launches.values())))] == [2, True]
     backward = next(iter(tape._steps.values())).plan(True)
     assert len(backward._launches) == 2
+
+
+CHAIN = """
+epilogue both(acc: tile[M, N]) {
+    store y: tile[M, N] = acc
+    reduce most: col[M] = max(acc)
+    reduce least: row[N] = min(acc)
+    reduce s: col[M] = sum(acc)
+}
+epilogue scaled(acc: tile[M, N], r: col[M]) { store y: tile[M, N] = acc * r }
+program chain(x: [T, D], w: [E, D], v: [E, E], c: [T]) {
+    (y, most, least, s) = both(x @ w.T)
+    a = most * 2 + c
+    b = a * a - s
+    d = exp(least) + 1
+    e = d * d
+    z = scaled(y @ v.T, r = s)
+    total = sum(b)
+    return (z, b, s, e, total)
+}
+"""
+
+
+def test_auxiliary_steps_become_one_and_merge_what_reductions_leave():
+    """Two launches for four steps and three reductions; `s`, which others read, is stored by what merges it."""
+    function = codalang.load(CHAIN).chain
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (200, 64), "w": (384, 64), "v": (384, 384), "c": (200,)}
+    given = {n: torch.randn(s, generator=generator).to(torch.bfloat16) / 8 for n, s in shapes.items()}
+    given["c"] = given["c"].float()
+    expected = function(**given)
+    exact = [o for o in by_torch(function, {n: v.double() for n, v in given.items()})]
+    with recorded() as ran:
+        function(**given)
+    steps = [(job.epilogue.name, len(job.epilogue.outputs), dict(job.parts or {}), job.unmerged) for job, _, _ in ran]
+    assert steps == [
+        ("both", 4, {}, ("most", "s", "least")),
+        ("vector", 2, {"most": "max", "s": "sum"}, ()),
+        ("vector", 1, {"least": "min"}, ()),
+        ("scaled", 1, {}, ()),
+        ("vector", 1, {}, ()),
+    ]
+    fresh = ProgramFunction(function.program)
+    with on_kernels() as specs:
+        found = fresh(**given)
+    parts = [spec.parts for spec in specs if spec.parts is not None]
+    assert sorted(parts) == sorted([("max", "", "sum"), ("min",)])
+    for ours, theirs, truth in zip(found, expected, exact, strict=True):
+        assert ours.dtype is theirs.dtype and ours.shape == theirs.shape and close(ours, truth, 5e-3)
+    for name in ("b", "s", "e"):
+        assert close(getattr(found, name), exact[function.program.results.index(name)], 1e-5)
+
+
+@pytest.mark.parametrize("how", ["sum", "max", "min"])
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 300])
+def test_a_vector_of_parts_and_a_whole_one(how, length):
+    from codalang.lower import run
+
+    expression = codalang.load(CHAIN).chain.program.statements[1].expression  # most * 2 + c
+    parts, c = torch.randn(7, length) - 3, torch.randn(length)
+    merged = {"sum": parts.sum(0), "max": parts.amax(0), "min": parts.amin(0)}[how]
+    with emulated():
+        for most in (parts, merged):
+            (found,) = run.vector(expression, {"most": most, "c": c}, length, parts={"most": how}).values()
+            assert found.shape == (length,) and close(found, merged * 2 + c, 1e-6)
+        (found,) = run.vector(expression, {"most": merged, "c": c.bfloat16()}, length).values()
+        assert close(found, merged * 2 + c.bfloat16(), 1e-6)
+    with emulated(), pytest.raises(CodaCallError, match=r"parts \[parts, "):
+        run.vector(expression, {"most": torch.zeros(2, length + 1), "c": c}, length, parts={"most": how})
 
 
 def test_a_launch_is_not_repeated_where_the_reference_is_asked_for(m):

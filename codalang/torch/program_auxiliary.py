@@ -14,7 +14,7 @@ import attrs
 
 from codalang.ir.build import canonical
 from codalang.ir.epilogue import Epilogue, Node, Param, Store
-from codalang.ir.program import EXPRESSION_DIMS, Statement, Vector
+from codalang.ir.program import Statement, Vector
 from codalang.ir.simplify import simplify
 from codalang.ir.types import Kind
 
@@ -53,7 +53,8 @@ def merged(group: Sequence[Vector], needed: Collection[str], stored: Collection[
         if statement.result in needed:
             outputs.append(Store(statement.result, made[statement.result], output.type, output.dtype))
     outputs += [Store(name, made[name], nodes[made[name]].type) for name in stored]
-    whole = canonical(Epilogue("vector", EXPRESSION_DIMS, (), tuple(nodes), tuple(outputs)))
+    first = group[0].expression
+    whole = canonical(attrs.evolve(first, params=(), nodes=tuple(nodes), outputs=tuple(outputs), keeps=()))
     read = [str(node.attr) for node in whole.nodes if node.op == "param"]
     return simplify(attrs.evolve(whole, params=tuple(params[name] for name in read)))
 
