@@ -39,7 +39,7 @@ import codalang  # noqa: E402
 from codalang.bench.report import aligned  # noqa: E402
 from codalang.bench.timing import Timing, interleaved  # noqa: E402
 from codalang.lower.folded import Matrix  # noqa: E402
-from codalang.torch import execute, program_plan  # noqa: E402
+from codalang.torch import execute, program_step  # noqa: E402
 
 Row = dict[str, object]
 Call = Callable[[], object]
@@ -275,17 +275,17 @@ Recorded = tuple[execute.Job, list[object]]
 def recorded_steps() -> Iterator[list[Recorded]]:
     """Within it, the steps of every program that runs, with the tensors that they are given."""
     steps: list[Recorded] = []
-    real = program_plan.execute
+    real = program_step.execute
 
     def record(job: execute.Job, values: list[object], out: object = None) -> list[Tensor]:
         steps.append((job, list(values)))
         return real(job, values)  # never in place: what is recorded must stay as it is
 
-    program_plan.execute = record  # type: ignore[assignment]
+    program_step.execute = record  # type: ignore[assignment]
     try:
         yield steps
     finally:
-        program_plan.execute = real
+        program_step.execute = real
 
 
 def step_rows(name: str, options: argparse.Namespace) -> Iterator[Row]:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import codalang
 from codalang.errors import CodaCallError, CodaError, CodaUnsupportedError
 from codalang.ir import program_reference
-from codalang.torch import execute, program_plan
+from codalang.torch import execute, program_plan, program_step
 from codalang.torch.program import ProgramFunction
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -189,17 +189,17 @@ def counted(job: object) -> tuple[str, bool]:
 def recorded() -> Iterator[list[tuple[object, list[object], dict[str, Tensor]]]]:
     """The jobs that programs run within, with their arguments and the buffers that they write."""
     ran: list[tuple[object, list[object], dict[str, Tensor]]] = []
-    real = program_plan.execute
+    real = program_step.execute
 
     def record(job, given, out=None):
         ran.append((job, list(given), dict(out or {})))
         return real(job, given, out)
 
-    program_plan.execute = record
+    program_step.execute = record
     try:
         yield ran
     finally:
-        program_plan.execute = real
+        program_step.execute = real
 
 
 # ---- results and gradients -------------------------------------------------------------------------------------------
@@ -660,7 +660,7 @@ def test_values_are_dropped_after_their_last_use(m):
     given = values("block", grad=False)
     alive: list[int] = []
     made: list[weakref.ref] = []
-    real = program_plan.execute
+    real = program_step.execute
 
     def record(job, args, out=None):
         alive.append(sum(r() is not None for r in made))
@@ -668,11 +668,11 @@ def test_values_are_dropped_after_their_last_use(m):
         made.extend(weakref.ref(o) for o in outputs)
         return outputs
 
-    program_plan.execute = record
+    program_step.execute = record
     try:
         results = m.block(**given)
     finally:
-        program_plan.execute = real
+        program_step.execute = real
     left = {id(r()) for r in made if r() is not None}
     assert len(made) == 10 and len(left) == 3 and results is not None
     # x1, h1, ss1 | r1 instead of ss1 | a instead of h1 | x2, ss2 instead of a and x1 (h2 is dead at once) ...
@@ -687,7 +687,7 @@ def test_what_was_saved_is_dropped_as_the_backward_uses_it(m):
     left: dict[bool, int] = {}
     for retained in (True, False):
         seen: dict[int, weakref.ref] = {}
-        real = program_plan.execute
+        real = program_step.execute
 
         def record(job, args, out=None, seen=seen, real=real):
             for value in args:
@@ -695,19 +695,19 @@ def test_what_was_saved_is_dropped_as_the_backward_uses_it(m):
                     seen.setdefault(value.untyped_storage().data_ptr(), weakref.ref(value))
             return real(job, args, out)
 
-        program_plan.execute = record
+        program_step.execute = record
         counts: list[int] = []
-        real_run = program_plan.Step.run
+        real_run = program_step.Step.run
 
         def run(self, slots, counts=counts, seen=seen, real_run=real_run):
             real_run(self, slots)
             counts.append(sum(r() is not None for r in seen.values()))
 
-        program_plan.Step.run = run
+        program_step.Step.run = run
         try:
             gradients(made, floats(given), some, retain_graph=retained)
         finally:
-            program_plan.execute, program_plan.Step.run = real, real_run
+            program_step.execute, program_step.Step.run = real, real_run
         left[retained] = counts[-1]
     assert left[False] < left[True]
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import block  # noqa: E402
 
 import codalang  # noqa: E402
-from codalang.torch import program_plan, reference_only  # noqa: E402
+from codalang.torch import program_step, reference_only  # noqa: E402
 
 LOW = (torch.bfloat16, torch.float16)
 SMALL = block.Size(512, 1408, 512, 128)
@@ -221,17 +221,17 @@ def test_what_the_forward_saved_is_overwritten() -> None:
     results = block.ours(given)
     retained = torch.autograd.grad(results, given.wanted, (given.d_x2, given.d_qkv), retain_graph=True)
     written = []
-    real = program_plan.execute
+    real = program_step.execute
 
     def record(job: object, values: list, out: dict | None = None) -> Tensors:
         written.extend(out or {})
         return real(job, values, out)
 
-    program_plan.execute = record
+    program_step.execute = record
     try:
         last = torch.autograd.grad(results, given.wanted, (given.d_x2, given.d_qkv))
     finally:
-        program_plan.execute = real
+        program_step.execute = real
     assert written and all(torch.equal(x, y) for x, y in zip(last, retained, strict=True))
 
 
