@@ -1,9 +1,14 @@
-"""Short batches, accumulated gradients and folded weights on a Hopper GPU, beside cuBLAS.
+"""Short batches, small auxiliary kernels, accumulated gradients and folded weights on a Hopper GPU, beside cuBLAS.
 
-`python benchmarks/few_tiles.py [--only short gradient folded] [--out DIR] [--rounds N]`
+`python benchmarks/few_tiles.py [--only short overlap merged gradient folded] [--out DIR] [--rounds N] [--near X]`
 
-    short      M from 1 to 256 at the weights of Llama-3-8B: every configuration that `lower.split` considers, its
-               choice and estimate, and cuBLAS
+    short      M from 1 to 256 at the weights of Llama-3-8B: the configurations that `lower.split` considers whose
+               estimate is near the best (`--near`: its quotient, default all), its choice, the same loading whole tiles
+               of A, and cuBLAS
+    overlap    chains of small GEMMs and of GEMMs with hosted kernels, launched from a CUDA graph, with and without
+               kernels that start while the one before them ends
+    merged     the parts of a reduction merged and a vector expression of it, in one kernel, and by torch and a hosted
+               kernel
     gradient   dy.T @ x added to a bf16 and to an f32 gradient in place: every tiling, the heuristic's choice, and
                cuBLAS without and with the addition
     folded     a weight of gate and up concatenated, of heads half-split: forward, dgrad and accumulated gradient, with
@@ -44,6 +49,8 @@ PLAIN = parse("epilogue plain(acc: tile[M, N]) { store y: tile[M, N] = acc }").e
 ACCUMULATE = parse("epilogue accumulate(acc: tile[M, N], c: tile[M, N]) { store c: tile[M, N] = acc + c }").epilogues[
     "accumulate"
 ]
+SCALE = parse("epilogue scale(x: tile[M, N], row: row[N]) { store y: tile[M, N] = x * row }").epilogues["scale"]
+INVERSE = parse("epilogue inverse(ss: row[N]) { store r: row[N] = rsqrt(ss / 4096 + 1e-5) }").epilogues["inverse"]
 PLAIN_SPEC = KernelSpec(PLAIN, Operand("bf16", "k", "k"), (), ("bf16",), None)
 
 Calls = dict[str, Callable[[], object]]
@@ -57,6 +64,11 @@ class Comparison:
     calls: Calls
     estimates: dict[str, float] = attrs.field(factory=dict)
 
+    @property
+    def baseline(self) -> str:
+        """What others are compared with: cuBLAS, or the first."""
+        return "cublas" if "cublas" in self.calls else next(iter(self.calls))
+
 
 def _normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, device="cuda").to(dtype)
@@ -66,7 +78,12 @@ def _short_form(config: Config) -> str:
     schedule = "pp" if config.ping_pong else "co"
     tile, cluster = ("x".join(map(str, pair)) for pair in (config.tile, config.cluster))
     split_ = f" split {config.split}" if config.split > 1 else ""
-    return f"{tile} {schedule} {cluster} ring {config.stages} slabs {config.load_stages},{config.store_stages}{split_}"
+    rows = f" of {config.a_rows} rows" if config.a_rows else ""
+    slabs = f"{config.load_stages},{config.store_stages}"
+    return f"{tile}{rows} {schedule} {cluster} ring {config.stages} slabs {slabs}{split_}"
+
+
+near = float("inf")  # estimates of candidates over the best that are worth a measurement
 
 
 def short() -> Iterator[Comparison]:
@@ -75,15 +92,86 @@ def short() -> Iterator[Comparison]:
         b = _normal(n, k)
         for m in SHORT:
             a = _normal(m, k)
-            found = {split.choose(PLAIN_SPEC, m, n, k): None} | dict.fromkeys(split.candidates(PLAIN_SPEC, m, n, k))
+            chosen = split.choose(PLAIN_SPEC, m, n, k)
+            longest = near * split.cycles(PLAIN_SPEC, chosen, m, n, k)
+            others = [
+                c for c in split.candidates(PLAIN_SPEC, m, n, k) if split.cycles(PLAIN_SPEC, c, m, n, k) <= longest
+            ]
+            found = dict.fromkeys([chosen, *others])
             calls: Calls = {
                 _short_form(c): lambda a=a, b=b, c=c: run.gemm(PLAIN, a, b, {}, config=c)["y"] for c in found
             }
             calls["chosen"] = lambda a=a, b=b: run.gemm(PLAIN, a, b, {})["y"]
+            if chosen.a_rows:
+                whole = attrs.evolve(chosen, a_rows=0)
+                calls["chosen, whole tiles of A"] = lambda a=a, b=b, c=whole: run.gemm(PLAIN, a, b, {}, config=c)["y"]
             calls["cublas"] = lambda a=a, b=b: torch.matmul(a, b.t())
             estimates = {_short_form(c): split.cycles(PLAIN_SPEC, c, m, n, k) / 1755 for c in found}
             estimates["chosen"] = estimates[_short_form(next(iter(found)))]
             yield Comparison(f"{name}, M={m} N={n} K={k}", calls, estimates)
+
+
+def overlap() -> Iterator[Comparison]:
+    """Chains that begin again with what they made."""
+    for m, width in ((16, 2048), (256, 2048), (1024, 2048), (8192, 2048)):
+        x, w = _normal(m, width), _normal(width, width) * width**-0.5
+        row = _normal(width)
+
+        def gemms(x: Tensor = x, w: Tensor = w) -> Tensor:
+            y = x
+            for _ in range(8):
+                y = run.gemm(PLAIN, y, w, {})["y"]
+            return y
+
+        def mixed(x: Tensor = x, w: Tensor = w, row: Tensor = row) -> Tensor:
+            y = x
+            for _ in range(4):
+                y = run.gemm(PLAIN, y, w, {})["y"]
+                y = run.hosted(SCALE, {"x": y, "row": row})["y"]
+            return y
+
+        for name, chain in (("8 GEMMs", gemms), ("4 GEMMs, 4 hosted", mixed)):
+            calls: Calls = {}
+            for how in ("apart", "overlapping"):
+                run.overlap = how == "overlapping"
+                calls[how] = _graph(chain)
+            run.overlap = False
+            yield Comparison(f"{name}, M={m} N=K={width}", calls)
+
+
+def _graph(chain: Callable[[], object]) -> Callable[[], object]:
+    """Replays what a chain launches.  Where kernels are only recorded, the chain itself."""
+    chain()
+    if recording:
+        return chain
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = chain()
+
+    def replay(kept: object = kept) -> None:
+        graph.replay()
+
+    return replay
+
+
+recording = False
+
+
+def merged() -> Iterator[Comparison]:
+    """`r = rsqrt(ss / D + eps)` of the parts that tiles left of `ss`."""
+    for parts, length in ((1, 8192), (16, 8192), (32, 8192), (112, 8192), (64, 4096), (64, 14336)):
+        left = _normal(parts, length, dtype=torch.float32).square()
+        given = {"ss": "sum"}
+        calls: Calls = {
+            "torch.sum": lambda left=left: left.sum(0),
+            "torch.sum, then torch": lambda left=left: torch.rsqrt(left.sum(0) / 4096 + 1e-5),
+            "torch.sum, then hosted": lambda left=left, n=length: run.hosted(
+                INVERSE, {"ss": left.sum(0)}, extents=(1, n)
+            ),
+            "in one kernel": lambda left=left, n=length, given=given: run.vector(INVERSE, {"ss": left}, n, parts=given),
+        }
+        yield Comparison(f"{parts} parts of {length}", calls)
 
 
 def gradient() -> Iterator[Comparison]:
@@ -163,7 +251,13 @@ def _folded(name: str, extents: tuple[int, ...], order: tuple[int, ...]) -> Iter
     yield Comparison(f"{name}: accumulated gradient", calls | {"cublas": lambda: torch.matmul(dy.T, x)})
 
 
-GROUPS: dict[str, Callable[[], Iterator[Comparison]]] = {"short": short, "gradient": gradient, "folded": folded}
+GROUPS: dict[str, Callable[[], Iterator[Comparison]]] = {
+    "short": short,
+    "overlap": overlap,
+    "merged": merged,
+    "gradient": gradient,
+    "folded": folded,
+}
 
 
 def _library(spec: KernelSpec) -> str | None:
@@ -180,7 +274,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--near", type=float, default=near)
     options = parser.parse_args()
+    globals().update(near=options.near, recording=True)
     with gpu_compile.recorded() as specs:
         for group in options.only:
             for comparison in GROUPS[group]():
@@ -188,6 +284,7 @@ def main() -> None:
                     call()
         torch.cuda.synchronize()
     run._CALLS.clear()
+    globals().update(recording=False)
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         failures = [why for why in pool.map(_library, specs) if why]
     print(f"{len(specs)} kernels compiled, {len(failures)} failed: {failures}", flush=True)
@@ -196,6 +293,7 @@ def main() -> None:
         for comparison in GROUPS[group]():
             times = {name: t.median * 1e3 for name, t in interleaved(comparison.calls, rounds=options.rounds).items()}
             results.append({"group": group, "name": comparison.name, "microseconds": times})
+            baseline = comparison.baseline
             print(f"\n{group}: {comparison.name}")
             named = [name for name in times if name.startswith(("cublas", "chosen", "flat", "folded"))]
             best = [name for name in sorted(times, key=times.__getitem__) if name not in named]
@@ -203,7 +301,8 @@ def main() -> None:
                 estimate = comparison.estimates.get(name)
                 told = "" if estimate is None else f"  estimated {estimate:8.1f}"
                 print(
-                    f"  {times[name]:8.1f} us  {times['cublas'] / times[name]:6.3f} of cuBLAS{told}  {name}", flush=True
+                    f"  {times[name]:8.1f} us  {times[baseline] / times[name]:6.3f} of {baseline}{told}  {name}",
+                    flush=True,
                 )
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)

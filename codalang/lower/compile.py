@@ -137,7 +137,7 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
         return cute.runtime.make_fake_tensor(kind, shape, stride, assumed_align=kind.width // 8)
 
     if spec.merge is not None:
-        return _merge_kernel(body.PARTIALS[spec.merge], row_of_words)
+        return _merge_kernel(body.PARTIALS[spec.merge], spec.overlap, row_of_words)
     if spec.parts is not None:
         from codalang.lower.vector import VectorKernel
 
@@ -146,7 +146,7 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
         )
         stored = tuple(row_of_words("f32") for _ in body.VECTORS)
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        return VectorKernel(body, spec.parts), [vectors, stored, cutlass.Int32(1), stream]
+        return VectorKernel(body, spec.parts, spec.overlap), [vectors, stored, cutlass.Int32(1), stream]
     aligned = spec.aligned
     input_foldings = spec.input_foldings or (PLAIN,) * len(body.INPUTS)
     output_foldings = spec.output_foldings or (PLAIN,) * len(body.TILES)
@@ -180,12 +180,12 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
     return kernel, [a, b, inputs, outputs, cutlass.Int32(1), stream]
 
 
-def _merge_kernel(partial: Any, row_of_words: Callable[[str], Any]) -> tuple[Any, list[Any]]:
+def _merge_kernel(partial: Any, overlap: bool, row_of_words: Callable[[str], Any]) -> tuple[Any, list[Any]]:
     from cutlass import cute
 
     from codalang.lower.merge import MergeKernel
 
-    kernel = MergeKernel(partial.fold, partial.kind == "scalar")
+    kernel = MergeKernel(partial.fold, partial.kind == "scalar", overlap)
     partials = tuple(row_of_words(dtype) for dtype in partial.fold.dtypes)
     outputs = tuple(row_of_words(dtype) for dtype in partial.fold.results)
     return kernel, [partials, outputs, cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)]

@@ -20,8 +20,8 @@ ALL_LANES = (1, 2, 4, 8, 16)
 class MergeKernel:
     """Merge and finalize one fold.  `__call__` is the host function to compile."""
 
-    def __init__(self, fold: Fold, is_scalar: bool) -> None:
-        self.fold, self.is_scalar = fold, is_scalar
+    def __init__(self, fold: Fold, is_scalar: bool, overlap: bool) -> None:
+        self.fold, self.is_scalar, self.overlap = fold, is_scalar, overlap
 
     @cute.jit
     def __call__(self, partials: tuple, outputs: tuple, stream: Any) -> None:
@@ -32,11 +32,15 @@ class MergeKernel:
             grid=(cute.ceil_div(length, threads) if cutlass.const_expr(not self.is_scalar) else 1, 1, 1),
             block=(threads, 1, 1),
             stream=stream,
+            use_pdl=self.overlap,
         )
 
     @cute.kernel
     def kernel(self, partials: tuple, outputs: tuple) -> None:
         """The device function."""
+        if cutlass.const_expr(self.overlap):
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
         thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         parts = partials[0].shape[0]
         step = 32 if cutlass.const_expr(self.is_scalar) else 1

@@ -196,7 +196,16 @@ def vector(
     Raises CodaCallError for shapes that do not fit.
     """
     values = [inputs.get(name) for name in _loaded_names(expression, False)]
-    key = (expression, length, "vector", function, *map(_form, values), *(parts or {}).items(), *(dtypes or {}).items())
+    key = (
+        expression,
+        length,
+        "vector",
+        function,
+        overlap,
+        *map(_form, values),
+        *(parts or {}).items(),
+        *(dtypes or {}).items(),
+    )
     call = _CALLS.get(key)
     if call is None:
         device = next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cuda"))
@@ -515,7 +524,8 @@ def _vector_call(
     results = shape.results(storage, (1, 1), {}, padded=False, on_gemm=False, foldings=())
     names = tuple(o.name for o in epilogue.outputs)
     prepare = tuple(prepare for prepare, _ in inputs)
-    return _Call(function(spec), prepare, 0, results, names, (shape.n,), shape.device, ())
+    launch = function(attrs.evolve(spec, overlap=overlap))
+    return _Call(launch, prepare, 0, results, names, (shape.n,), shape.device, ())
 
 
 def _of_nothing(
@@ -780,7 +790,7 @@ class _Shape:
             return _MERGES[first.how, kind is Kind.SCALAR], (torch.float32,)
         dtypes = tuple(RESULT_DTYPES[dtype.value] for _, dtype in first.definition.carried)
         all_results = tuple(dtype.value for _, dtype in first.definition.results)
-        merge = function(merge_spec(first, self.epilogue.precise))
+        merge = function(attrs.evolve(merge_spec(first, self.epilogue.precise), overlap=overlap))
         chosen = [o.result for o in group if isinstance(o, State)]
         results = [RESULT_DTYPES[name] for name in all_results]
 

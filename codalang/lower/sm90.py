@@ -29,8 +29,8 @@ warpgroup, is row 16w + l/4 + 8*((v>>1)&1), column 8*(v>>2) + 2*(l%4) + (v&1).  
 columns: the *pair* that `Epilogue.apply` sees.
 
 Overlap (`KernelSpec.overlap`): the launch does not wait for the kernel before it in the stream.  CTAs start as those of
-that one leave, make their barriers, fetch their descriptors, and touch nothing in global memory before they know that it
-has ended and that what it wrote is visible.  Kernels that are launched without it wait for all of this one, as ever.
+that one leave, make their barriers, fetch their descriptors, and touch nothing in global memory before they know that
+it has ended and that what it wrote is visible.  Kernels launched without it wait for all of this one, as ever.
 
 Ragged edges: TMA drops what lies outside, vectors are loaded at a clamped index, and reductions mask the reduced
 value.  A CTA whose own tile lies outside still takes part in its cluster's multicast.

@@ -25,8 +25,9 @@ class VectorKernel:
     """`parts`: for each input how its parts are merged, empty where it is whole.  `__call__` is the host function to
     compile."""
 
-    def __init__(self, body: Any, parts: tuple[str, ...]) -> None:
+    def __init__(self, body: Any, parts: tuple[str, ...], overlap: bool) -> None:
         self.body = body
+        self.overlap = overlap
         self.folds = [REDUCTIONS[how] if how else None for how in parts]
         self.merged = [i for i, how in enumerate(parts) if how]
 
@@ -35,12 +36,15 @@ class VectorKernel:
         """Launch on n elements.  inputs: [n] or [parts, n], scalars; outputs: [1, n], a scalar [1, 1]."""
         columns = COLUMNS if cutlass.const_expr(self.merged) else COLUMNS * WARPS
         self.kernel(inputs, outputs, n).launch(
-            grid=(cute.ceil_div(n, columns), 1, 1), block=(32 * WARPS, 1, 1), stream=stream
+            grid=(cute.ceil_div(n, columns), 1, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=self.overlap
         )
 
     @cute.kernel
     def kernel(self, inputs: tuple, outputs: tuple, n: Int32) -> None:
         """The device function."""
+        if cutlass.const_expr(self.overlap):
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
         block, _, _ = cute.arch.block_idx()
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         first = block * COLUMNS if cutlass.const_expr(self.merged) else (block * WARPS + warp) * COLUMNS
