@@ -1,6 +1,6 @@
 """The derived Llama block by numbers: kernels, activation-sized loads and stores of each, and what is kept.
 
-Written out by hand from what reverse fusion can reach; more is a regression.  Each kind of tensor has a size of its own.
+Written out by hand from what reverse fusion can reach; more is a regression.  Each kind of tensor has its own size.
 """
 
 from __future__ import annotations
