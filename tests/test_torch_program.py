@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from emulation import emulated
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from program_strategies import cotangents_for, inputs_for, programs
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import codalang
 from codalang.errors import CodaCallError, CodaError, CodaUnsupportedError
 from codalang.ir import program_reference
+from codalang.ir.program import Program
 from codalang.torch import execute, program_plan, program_step
 from codalang.torch.program import ProgramFunction
 
@@ -303,6 +307,73 @@ def test_no_gradients_are_recorded_where_none_are_asked_for(m):
     with torch.inference_mode():
         made = m.block(**given)
     assert all(torch.equal(o, t) for o, t in zip(made, m.block(**given), strict=True))
+
+
+def _near(ours: Tensor | None, expected: Tensor, scale: float) -> bool:
+    value = torch.zeros_like(expected) if ours is None else ours
+    return value.shape == expected.shape and float((value - expected).abs().max()) <= scale if value.numel() else True
+
+
+@settings(max_examples=40, deadline=None)
+@given(programs(), st.integers(0, 2**31), st.data())
+def test_random_programs(program: Program, seed: int, data: st.DataObject) -> None:
+    """Results, gradients for any subset of the arguments from any subset of the results, twice, and those of gradients:
+    as the reference has them."""
+    function = ProgramFunction(program)
+    inputs = inputs_for(program, seed)
+    chosen = data.draw(st.sets(st.sampled_from([p.name for p in program.params])))
+    inputs = {n: v.requires_grad_(n in chosen and v.is_floating_point()) for n, v in inputs.items()}
+    expected = program_reference.run(program, inputs)
+    found = dict(zip(program.results, results_of(function(**inputs)), strict=True))
+    assert all(torch.equal(found[n], v) and found[n].is_contiguous() for n, v in expected.items())
+    leaves = [v for v in inputs.values() if v.requires_grad]
+    given_ = cotangents_for(expected, seed)
+    present = [n for n in data.draw(st.sets(st.sampled_from(program.results))) if expected[n].requires_grad]
+    if not leaves or not present:
+        return
+
+    def first(made: dict[str, Tensor], **options: bool) -> list[Tensor | None]:
+        outputs, cotangents_ = [made[n] for n in present], [given_[n] for n in present]
+        return list(torch.autograd.grad(outputs, leaves, cotangents_, allow_unused=True, **options))
+
+    wanted = first(expected, create_graph=True)
+    largest = max((float(w.detach().abs().max()) for w in wanted if w is not None and w.numel()), default=0.0)
+    for options in ({"retain_graph": True}, {"create_graph": True}, {}):
+        ours = first(found, **options)
+        for one, two, leaf in zip(ours, wanted, leaves, strict=True):
+            assert _near(one, torch.zeros_like(leaf) if two is None else two, 1e-9 * largest)
+        for value in (v for v in ours if v is not None):
+            assert value.is_contiguous()
+
+
+@settings(max_examples=25, deadline=None)
+@given(programs(), st.integers(0, 2**31))
+def test_random_programs_on_kernels(program: Program, seed: int) -> None:
+    """By what stands in for kernels, in f64, from poisoned buffers: bf16 results are those of the reference."""
+    inputs = {
+        n: v.to(torch.bfloat16).requires_grad_() if v.is_floating_point() else v
+        for n, v in inputs_for(program, seed).items()
+    }
+    leaves = [v for v in inputs.values() if v.requires_grad]
+
+    def run() -> list[Tensor]:
+        function = ProgramFunction(program)
+        found = []
+        for _ in range(2):
+            results = results_of(function(**inputs))
+            floats_ = [r for r in results if r.requires_grad]
+            found = [r.detach() for r in results]
+            if floats_:
+                some = [torch.ones_like(r) for r in floats_]
+                found += torch.autograd.grad(floats_, leaves, some, allow_unused=True, materialize_grads=True)
+        return found
+
+    expected = run()
+    with on_kernels():
+        found = run()
+    for one, two in zip(found, expected, strict=True):
+        assert one.dtype is two.dtype and one.shape == two.shape
+        assert not one.is_floating_point() or not one.isnan().any() or two.isnan().any()
 
 
 # ---- cotangents ------------------------------------------------------------------------------------------------------

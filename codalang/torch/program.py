@@ -26,7 +26,7 @@ from codalang.torch.execute import is_autocast_on
 from codalang.torch.program_autograd import ProgramOperator, Shaped, invoke
 from codalang.torch.program_call import Binding, bind, check, show
 from codalang.torch.program_opaque import call, program_of, text_of
-from codalang.torch.program_plan import Setting, Wanted
+from codalang.torch.program_step import Setting, Wanted
 from codalang.torch.results import packer
 from codalang.torch.signature import ELEMENTS, Value, key
 from codalang.torch.transforms import refuse_transforms

@@ -36,7 +36,9 @@ from codalang.ir.names import Namer
 from codalang.ir.program import Matmul, Product, Program, ProgramParam, Statement, TensorType, Vector
 from codalang.ir.types import Dtype
 from codalang.torch.program_opaque import run_plan
-from codalang.torch.program_plan import Finish, Plan, Setting, Wanted, types_of
+from codalang.torch.program_plan import Plan
+from codalang.torch.program_step import Finish, Setting, Wanted
+from codalang.torch.program_values import types_of
 from codalang.torch.signature import Value
 
 Flags = tuple[bool, ...]

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from codalang.ir.program import Program
 from codalang.torch.opaque import _DTYPES, in_lines, is_traced, one_line
-from codalang.torch.program_plan import Plan, Setting, Wanted, types_of
+from codalang.torch.program_plan import Plan
+from codalang.torch.program_step import Setting, Wanted
+from codalang.torch.program_values import types_of
 from codalang.torch.signature import ELEMENTS, Extent
 
 _programs: dict[str, Program] = {}

@@ -16,10 +16,8 @@ from torch import Tensor
 from codalang.ir.program import Program
 from codalang.torch.execute import Launch, kernels_possible
 from codalang.torch.program_planner import Planner
-from codalang.torch.program_step import Finish, Setting, Wanted
-from codalang.torch.program_values import live, types_of
-
-__all__ = ["Finish", "Plan", "Setting", "Wanted", "live", "types_of"]
+from codalang.torch.program_step import Setting, Wanted
+from codalang.torch.program_values import live
 
 _MOST_FORMS = 64  # of arguments, remembered by a plan
 
