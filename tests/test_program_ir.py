@@ -18,9 +18,9 @@ from codalang.ir.build import EpilogueBuilder
 from codalang.ir.build_program import ExpressionBuilder, ProgramBuilder
 from codalang.ir.dims import Dim
 from codalang.ir.printer import print_module, print_program
-from codalang.ir.program import Apply, Matmul, Program, ProgramParam, TensorType, Vector
+from codalang.ir.program import Apply, Matmul, Program, ProgramParam, TensorType
 from codalang.ir.simplify_program import simplify_program
-from codalang.ir.types import COL, SCALAR, Kind, ValueType, row, tile
+from codalang.ir.types import COL, SCALAR, row, tile
 from codalang.ir.verify_program import verify_program
 from codalang.parser import format_source, parse, read_source
 
@@ -413,20 +413,28 @@ def test_an_auxiliary_step_is_elementwise(op: str) -> None:
         e.result("y", made)
 
 
-def test_a_matrix_is_a_vector_only_beside_one() -> None:
-    b = ProgramBuilder("f")
-    b.param("weights", (T, D))
-    b.param("loss", (T * D,))
-    weights = TensorType((T, D))
+def weighted(b: ProgramBuilder, name: str) -> None:
+    """An auxiliary step that reads the matrix w."""
     e = ExpressionBuilder()
-    with pytest.raises(CodaTypeError, match="`weights` is a matrix"):
-        b.vector("y", e.result("y", e.op("exp", e.value("weights", weights))))
-    e = ExpressionBuilder()
-    b.vector("y", e.result("y", e.op("mul", e.value("weights", weights), e.value("loss", TensorType((T * D,))))))
-    program = b.finish(("y",))
+    b.vector(name, e.total(name, e.op("exp", e.value("w", TensorType((F, D)))), "sum"))
+
+
+def test_a_parameter_of_several_axes_is_a_matrix_or_a_vector() -> None:
+    def builder() -> ProgramBuilder:
+        b = ProgramBuilder("f")
+        b.param("x", (F, D, T))
+        b.param("w", (F, D))
+        return b
+
+    b = builder()
+    weighted(b, "s")
+    program = b.finish(("s",))
     verify_program(program)
     round_trip(program)
-    (statement,) = program.statements
-    assert isinstance(statement, Vector)
-    assert statement.length == T * D
-    assert ValueType(Kind.ROW, row().width) == statement.expression.outputs[0].type
+    assert program.statements[0].length == D * F  # type: ignore[union-attr]
+    with pytest.raises(CodaTypeError, match="`w` is used as a matrix here, and as a vector"):
+        b.matmul("y", Matmul("w", "w", b_transposed=True))
+    b = builder()
+    b.matmul("y", Matmul("w", "w", b_transposed=True))
+    with pytest.raises(CodaTypeError, match="`w` is a matrix"):
+        weighted(b, "s")

@@ -56,7 +56,8 @@ class ProgramBuilder:
         self._statements: list[Statement] = []
         self._places: dict[str, Loc | None] = {}
         self._dims: dict[str, Loc | None] = {}
-        self._made: set[str] = set()  # values that are no parameters
+        self._matrices: dict[str, Loc | None] = {}  # what is a matrix, and where it was made or first used as one
+        self._vectors: dict[str, Loc | None] = {}  # parameters of several axes that an auxiliary step reads, and where
         self._epilogues: dict[Epilogue, Epilogue] = {}
         self._epilogue_names = Namer({name})
 
@@ -163,16 +164,10 @@ class ProgramBuilder:
         for param in read:
             self._check_read(param, places.get(param.name, loc))
         vectors = [p.name for p in read if p.type.kind is Kind.ROW]
-        # A matrix stands for the vector of its elements where another vector of so many stands beside it.
-        vectors.sort(key=lambda name: self._is_float_matrix(name))
-        if vectors and self._is_float_matrix(vectors[0]):
-            raise self._no_vector(vectors[0], places.get(vectors[0], loc))
         length = self.types[vectors[0]].vector if vectors else ONE
-        for name in vectors[1:]:
+        for name in vectors:
             have = self.types[name].vector
             if have != length:
-                if self._is_float_matrix(name):
-                    raise self._no_vector(name, places.get(name, loc))
                 raise CodaTypeError(
                     f"`{vectors[0]}` has {length} elements and `{name}` has {have}: an auxiliary step is on vectors of "
                     "one length",
@@ -261,25 +256,38 @@ class ProgramBuilder:
         if matrix is None:
             kind = "vector" if self.types[name].shape else "scalar"
             raise CodaTypeError(f"a matrix is needed, and `{name}` is a {kind}: {because}", loc, notes=self.notes(name))
+        self.use_as_matrix(name, loc)
         return matrix
 
-    def _is_float_matrix(self, name: str) -> bool:
-        type_ = self.types[name]
-        return type_.dtype is Dtype.F32 and type_.matrix is not None
+    def use_as_matrix(self, name: str, loc: Loc | None) -> None:
+        """Note that a value of several axes is a matrix.  Raises CodaTypeError where it is used as a vector, too."""
+        if name in self._vectors:
+            place = self._vectors[name]
+            raise CodaTypeError(
+                f"`{name}` is used as a matrix here, and as a vector by an auxiliary step",
+                loc,
+                notes=(*self.notes(name), *(((place, "here"),) if place else ())),
+            )
+        self._matrices.setdefault(name, loc)
 
     def _check_read(self, param: Param, loc: Loc | None) -> None:
         """A value that an auxiliary step reads."""
         have = self.type_of(param.name, loc)
         if param.type.dtype is not have.dtype or (param.type.kind is Kind.SCALAR) != (have.shape == ()):
             raise CodaTypeError(f"`{param.name}` is {self.show(param.name)}, which does not fit where it is read", loc)
-        if self._is_float_matrix(param.name) and param.name in self._made:
-            raise self._no_vector(param.name, loc)
+        if param.name in self._matrices:
+            raise self.no_vector(param.name, loc)
+        if have.matrix is not None:
+            self._vectors.setdefault(param.name, loc)
 
-    def _no_vector(self, name: str, loc: Loc | None) -> CodaTypeError:
+    def no_vector(self, name: str, loc: Loc | None) -> CodaTypeError:
+        """The error of a matrix that an auxiliary step reads."""
+        use = self._matrices.get(name)
+        used = ((use, "it is used as a matrix here"),) if use is not None and use != self._places[name] else ()
         return CodaTypeError(
             f"`{name}` is a matrix, and an auxiliary step is on vectors and scalars",
             loc,
-            notes=self.notes(name),
+            notes=(*self.notes(name), *used),
             hint=f"an epilogue can be applied to a matrix: `y = my_epilogue({name})`",
         )
 
@@ -298,7 +306,8 @@ class ProgramBuilder:
                 hint="give the 2 in the shape of a parameter a name",
             )
         self._define(name, type_, loc)
-        self._made.add(name)
+        if type_.matrix is not None:
+            self._matrices[name] = loc
 
     def _define(self, name: str, type_: TensorType, loc: Loc | None) -> None:
         if name in self._dims:
@@ -376,6 +385,7 @@ class _Operands:
             raise CodaTypeError(
                 f"{shown}, and `{value}` is {have}: a matrix is needed", loc, notes=self.builder.notes(value)
             )
+        self.builder.use_as_matrix(value, loc)
         return have.matrix
 
     def axis(self, axis: int, have: Dim, shown: str, operand: Matmul | str, loc: Loc | None) -> None:

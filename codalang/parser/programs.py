@@ -81,6 +81,8 @@ class _Elaborator:
     def run(self) -> Program:
         for param in self.definition.params:
             self._param(param)
+        shapes = [type_.shape for type_ in self.builder.types.values()]
+        self.leading = {shape[:axes] for shape in shapes for axes in range(2, len(shape))}
         self.namer = Namer({*self.names.written, *self.names.dims})
         statements = self.definition.statements
         last = statements[-1] if statements else None
@@ -447,6 +449,7 @@ class _Elaborator:
                 if isinstance(part, syntax.Call):
                     check_call(self.file, part)
                 stack.extend(reversed(syntax.value_operands(part)))
+        self._check_vectors(places)
         value_node = self._evaluated(evaluator, root)
         self._check_numbers(expression, value_node, root)
         if how is None:
@@ -454,6 +457,17 @@ class _Elaborator:
         else:
             made = expression.total(name, value_node, how, where)
         return self.builder.vector(name, made, where, places)
+
+    def _check_vectors(self, places: dict[str, Loc]) -> None:
+        """A parameter of several axes is read as a vector where it has the leading axes of another parameter, as a
+        number for each token has, or beside a vector of as many elements.  Any other is a matrix by mistake."""
+        types = {name: self.builder.types[name] for name in places if name in self.builder.types}
+        lengths = {t.vector for t in types.values() if t.shape and t.matrix is None}
+        for name, type_ in types.items():
+            if type_.dtype is not Dtype.F32 or type_.matrix is None or type_.vector in lengths:
+                continue
+            if type_.shape not in self.leading:
+                raise self.builder.no_vector(name, places[name])
 
     def _evaluated(self, evaluator: Evaluator, root: syntax.Expression) -> int:
         try:
