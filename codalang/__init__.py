@@ -55,18 +55,20 @@ __all__ = [
 ]
 
 
-def load(program: str | os.PathLike[str] | Source) -> Module:
+def load(program: str | os.PathLike[str] | Source, *, precise: bool = False) -> Module:
     """The epilogues of a program as differentiable functions: `load("swiglu").swiglu(a, w)`.
 
     Args:
         program: a path (a `Path`, or a str that ends in `.coda` or has a separator), source text (a str with `{` or a
             line break), or a name of the standard library (an identifier).  See `codalang.sources`.
+        precise: every epilogue is a `precise epilogue`: kernels compute exp, log, tanh and the like to the last digit or
+            two, not fast.
 
     Raises a CodaError with the place in the program, or CodaCallError where there is no such program.
     """
     from codalang.torch import load
 
-    return load(program)
+    return load(program, precise=precise)
 
 
 @overload
@@ -75,7 +77,7 @@ def epilogue(function: Callable[..., None]) -> EpilogueFunction: ...
 
 @overload
 def epilogue(
-    *, name: str | None = None, dims: tuple[Dim | str, Dim | str] | None = None
+    *, name: str | None = None, dims: tuple[Dim | str, Dim | str] | None = None, precise: bool = False
 ) -> Callable[[Callable[..., None]], EpilogueFunction]: ...
 
 
@@ -86,6 +88,7 @@ def epilogue(function: Callable[..., None] | None = None, **options: Any) -> Any
         function: a function of values, its parameters annotated with shapes.
         name: the epilogue's name, if not the function's.
         dims: the symbols of rows and columns, where the shapes do not say both.
+        precise: kernels compute exp, log, tanh and the like to the last digit or two, not fast.
 
     Raises a CodaError with the line of Python that is wrong.
     """

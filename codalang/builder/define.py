@@ -21,13 +21,20 @@ from codalang.ir.types import register_dtype
 _EXAMPLE = "`acc: tile[M, N]`"
 
 
-def build(function: Any, *, name: str | None = None, dims: tuple[Dim | str, Dim | str] | None = None) -> Epilogue:
+def build(
+    function: Any,
+    *,
+    name: str | None = None,
+    dims: tuple[Dim | str, Dim | str] | None = None,
+    precise: bool = False,
+) -> Epilogue:
     """The epilogue that a Python function means.
 
     Args:
         function: its parameters are annotated with shapes; its body stores and reduces.
         name: the epilogue's name, if not the function's.
         dims: the symbols of rows and columns, where the shapes do not say both.
+        precise: kernels compute transcendental functions precisely, not fast.
 
     Raises CodaTypeError, CodaNameError, CodaLocalityError or CodaUnsupportedError at the line of Python that is wrong.
     What else the function raises, it raises.
@@ -45,6 +52,7 @@ def build(function: Any, *, name: str | None = None, dims: tuple[Dim | str, Dim 
             '`@codalang.epilogue(name="...")` gives another',
         )
     recording = Recording("epilogue", name, written.__code__, loc)
+    recording.builder.precise = precise
     if dims is not None:
         recording.fix_dims((dim(dims[0]), dim(dims[1])), loc)
     with recorded(recording):

@@ -151,6 +151,11 @@ def add_program(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
+def add_precise(parser: argparse.ArgumentParser) -> None:
+    """Add the option --precise."""
+    parser.add_argument("--precise", action="store_true", help="kernels compute exp, log &c. to the last digit or two")
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """The option --json."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from codalang.cli import OK, WRONG, add_program, print_json
+from codalang.cli import OK, WRONG, add_precise, add_program, print_json
 from codalang.cli.program_kernels import Kernels, kernels
 from codalang.cli.programs import load_program, selected
 from codalang.cli.sizes import add_sizes, given_for
@@ -35,12 +35,14 @@ def add_commands(commands: Any) -> None:
     """Declare the commands."""
     emit = commands.add_parser("emit", help="print what a program becomes at a stage")
     add_program(emit)
+    add_precise(emit)
     emit.add_argument("--stage", choices=_STAGES, default="cutedsl", help="default: cutedsl")
     _add_kernel_options(emit)
     emit.set_defaults(command=run_emit)
 
     compile_ = commands.add_parser("compile", help="compile to an object for sm_90a")
     add_program(compile_)
+    add_precise(compile_)
     _add_kernel_options(compile_)
     compile_.add_argument("-o", "--output", metavar="DIR", type=_folder, default=Path(), help="where objects go")
     compile_.set_defaults(command=run_compile)
@@ -60,7 +62,7 @@ def _add_kernel_options(parser: argparse.ArgumentParser) -> None:
 
 def run_emit(options: argparse.Namespace) -> int:
     """`codalang emit`."""
-    module = load_program(options.program)
+    module = load_program(options.program, options.precise)
     stages = []
     for item in _items(module, options):
         texts = _emit_program(module, item, options) if isinstance(item, Program) else _emit(item, options)
@@ -148,7 +150,7 @@ def run_compile(options: argparse.Namespace) -> int:
     """`codalang compile`: objects are written to the directory, the compiler's report to standard output."""
     _needs_compiler()
     _make_folder(options.output)
-    module = load_program(options.program)
+    module = load_program(options.program, options.precise)
     objects: list[dict[str, Any]] = []
     fallbacks: list[str] = []
     taken: set[str] = set()

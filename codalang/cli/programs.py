@@ -32,9 +32,10 @@ def read_program(argument: str) -> Source:
     return resolve(argument) if argument.isidentifier() else read_file(argument)
 
 
-def load_program(argument: str) -> Module:
-    """The module, parsed and verified."""
+def load_program(argument: str, precise: bool = False) -> Module:
+    """The module, parsed and verified; with every epilogue a `precise` one, if asked for."""
     module = parse(read_program(argument))
+    module = module.precise() if precise else module
     for epilogue in module.epilogues.values():
         verify(epilogue)
     for program in module.programs.values():

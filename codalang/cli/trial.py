@@ -20,7 +20,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from codalang.cli import OK, WRONG, add_program, print_json
+from codalang.cli import OK, WRONG, add_precise, add_program, print_json
 from codalang.cli.programs import load_program, only
 from codalang.cli.sizes import add_sizes, show_sizes
 from codalang.errors import CodaCallError
@@ -46,6 +46,7 @@ def add_commands(commands: Any) -> None:
     """Declare the command."""
     run = commands.add_parser("run", help="run on random inputs and compare with the reference in float64")
     add_program(run)
+    add_precise(run)
     add_sizes(run, "--shape", "--dims", help="sizes by the names of dimensions; an epilogue's, and K of its matmul")
     run.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the tensors (default: bf16)")
     run.add_argument("--seed", type=_seed, default=0, help="of the random inputs (default: 0)")
@@ -69,7 +70,7 @@ def run_run(options: argparse.Namespace) -> int:
 
     from codalang.torch import EpilogueFunction
 
-    module = load_program(options.program)
+    module = load_program(options.program, options.precise)
     item = only(module, options.name)
     device = options.device if options.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():

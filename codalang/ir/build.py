@@ -45,6 +45,7 @@ class EpilogueBuilder:
         self.nodes: list[Node] = []
         self.outputs: list[Output] = []
         self.keeps: dict[int, Keep] = {}
+        self.precise = False
         self._params: dict[str, Param] = {}
         self._outputs: dict[str, Output] = {}
         self._leaves: dict[tuple[object, ...], int] = {}
@@ -197,6 +198,7 @@ class EpilogueBuilder:
                 tuple(self.outputs),
                 self.loc,
                 tuple(self.keeps.values()),
+                self.precise,
             )
         )
 

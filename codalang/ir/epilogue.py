@@ -152,6 +152,7 @@ class Epilogue:
     outputs: tuple[Output, ...]
     loc: Loc | None = attrs.field(default=None, eq=False, repr=False)
     keeps: tuple[Keep, ...] = ()  # in the order of their nodes, each node once
+    precise: bool = False  # how kernels compute transcendental functions; see `lower.accuracy`
 
     @property
     def accumulator(self) -> Param | None:

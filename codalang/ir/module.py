@@ -6,7 +6,7 @@ import attrs
 
 from codalang.errors import Source
 from codalang.ir.epilogue import Epilogue
-from codalang.ir.program import Program
+from codalang.ir.program import Apply, Program
 from codalang.ir.states import StateDef
 
 
@@ -22,3 +22,18 @@ class Module:
     states: dict[str, StateDef] = attrs.field(factory=dict)
     imported: tuple[Source, ...] = ()
     programs: dict[str, Program] = attrs.field(factory=dict)
+
+    def precise(self) -> Module:
+        """The same with every epilogue a `precise` one."""
+        programs = {
+            name: attrs.evolve(
+                program,
+                statements=tuple(
+                    attrs.evolve(s, epilogue=attrs.evolve(s.epilogue, precise=True)) if isinstance(s, Apply) else s
+                    for s in program.statements
+                ),
+            )
+            for name, program in self.programs.items()
+        }
+        epilogues = {name: attrs.evolve(epilogue, precise=True) for name, epilogue in self.epilogues.items()}
+        return attrs.evolve(self, epilogues=epilogues, programs=programs)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from codalang.ir.types import Dims
 
 KEYWORDS = frozenset(
-    "fn epilogue program import let store reduce state save recompute return and or not true false inf nan".split()
+    "fn precise epilogue program import let store reduce state save recompute return and or not true false inf nan".split()
 )
 
 # `let (even, _) = split(x)` names no second half.

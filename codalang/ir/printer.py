@@ -183,10 +183,11 @@ class _Printer:
         columns = e.dims[1] if any(t.kind.has_columns for t in types) else None
         dims = "" if default_dims(rows, columns, *e.dims[2:]) == e.dims else f"[{e.dims[0]}, {e.dims[1]}]"
         params = [f"{p.name}: {self._declared(p)}" for p in e.params]
-        line = f"epilogue {e.name}{dims}({', '.join(params)}) {{"
+        head = f"{'precise ' * e.precise}epilogue {e.name}{dims}("
+        line = f"{head}{', '.join(params)}) {{"
         if len(line) <= LINE_WIDTH:
             return line
-        return "\n".join([f"epilogue {e.name}{dims}(", *(f"{INDENT}{p}," for p in params), ") {"])
+        return "\n".join([head, *(f"{INDENT}{p}," for p in params), ") {"])
 
     def _declared(self, what: Param | Output) -> str:
         shape = show_shape(what.type.kind, what.type.width, self.epilogue.dims)

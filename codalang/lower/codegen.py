@@ -26,6 +26,7 @@ import attrs
 from codalang.ir.epilogue import Epilogue, Node, State
 from codalang.ir.ops import OPS
 from codalang.ir.states import Function, StateDef
+from codalang.lower.accuracy import ACCURACY
 from codalang.lower.body import HOST_OPS
 from codalang.lower.factor import factored
 from codalang.lower.spec import KernelSpec, base_width, folds, loaded_params, relative_width
@@ -59,8 +60,8 @@ def generate(spec: KernelSpec) -> str:
         "from codalang.lower import device",
         "from codalang.lower.body import Fold, Input, Partial, Tile, Vector",
         "",
-        *_op_lines([*epilogue.nodes, *(n for f in functions for n in f.nodes)]),
-        *[line for definition, name in states.items() for line in _state_lines(definition, name)],
+        *_op_lines([*epilogue.nodes, *(n for f in functions for n in f.nodes)], epilogue.precise),
+        *[line for definition, name in states.items() for line in _state_lines(definition, name, epilogue.precise)],
         "",
         "",
         "class Epilogue:",
@@ -112,12 +113,16 @@ def _partial(epilogue: Epilogue, states: dict[StateDef, str], group: tuple) -> s
     return f"Partial({names!r}, {first.type.kind.value!r}, {relative_width(epilogue, first)!r}, {fold})"
 
 
-def _op_lines(nodes: Iterable[Node]) -> list[str]:
+def _op_lines(nodes: Iterable[Node], precise: bool) -> list[str]:
     used = sorted({n.op for n in nodes if n.op in OPS and n.op not in HOST_OPS})
-    return [
-        f"{function_name(op)} = device.{op}" if op in _STRUCTURAL else f'{function_name(op)} = device.apply_op("{op}")'
-        for op in used
-    ] + ["constant = device.constant"]
+    return [f"{function_name(op)} = device.{_lifted(op, precise)}" for op in used] + ["constant = device.constant"]
+
+
+def _lifted(op: str, precise: bool) -> str:
+    """The function of `device` that is an op on registers."""
+    if op in _STRUCTURAL:
+        return op
+    return f'{"apply_precise" if precise and op in ACCURACY else "apply_op"}("{op}")'
 
 
 def _value_names(wanted: Sequence[str | None]) -> list[str]:
@@ -143,17 +148,19 @@ def _arguments(epilogue: Epilogue, on_gemm: bool, names: list[str]) -> list[str]
 def _body(epilogue: Epilogue, names: list[str]) -> list[str]:
     base = base_width(epilogue)
     results = {value for output in epilogue.outputs for value in output.values}
-    lines = [f"        {line}" for line in _assignments(epilogue.nodes, names, base, results)]
+    lines = [f"        {line}" for line in _assignments(epilogue.nodes, names, base, results, epilogue.precise)]
     stores = _tuple([names[o.value] for o in epilogue.stores])
     vectors = _tuple([names[o.value] for o in epilogue.vectors])
     reduced = _tuple([_tuple([names[v] for v in group[0].values]) for group in folds(epilogue)])
     return [*lines, f"        return {stores}, {vectors}, {reduced}"]
 
 
-def _assignments(nodes: Sequence[Node], names: Sequence[str], base: Fraction, results: Collection[int]) -> list[str]:
+def _assignments(
+    nodes: Sequence[Node], names: Sequence[str], base: Fraction, results: Collection[int], precise: bool
+) -> list[str]:
     lines: list[str] = []
     last_comment = None
-    fused = _fused(nodes)
+    fused = {} if precise else _fused(nodes)
     used = {a for i, node in enumerate(nodes) for a in (node.args if i not in fused else fused[i][1])} | set(results)
     for index, (name, node) in enumerate(zip(names, nodes, strict=True)):
         # what only a fused operation took is not computed
@@ -234,11 +241,11 @@ def _parts(definition: StateDef) -> tuple[Function, Function, Function]:
     return definition.update, definition.merge, definition.finalize
 
 
-def _state_lines(definition: StateDef, name: str) -> list[str]:
+def _state_lines(definition: StateDef, name: str, precise: bool) -> list[str]:
     lines = []
     parts = dict(zip(("update", "merge", "finalize"), _parts(definition), strict=True))
     for part, function in parts.items():
-        lines += ["", "", *_function_lines(f"{name.lower()}_{part}", function)]
+        lines += ["", "", *_function_lines(f"{name.lower()}_{part}", function, precise)]
     initial = _tuple([_literal(v) for v in definition.initial])
     dtypes = _tuple([repr(dtype.value) for _, dtype in definition.carried])
     results = _tuple([repr(dtype.value) for _, dtype in definition.results])
@@ -246,9 +253,9 @@ def _state_lines(definition: StateDef, name: str) -> list[str]:
     return [*lines, "", "", f"{name} = Fold({initial}, {dtypes}, {functions}, {results})"]
 
 
-def _function_lines(name: str, function: Function) -> list[str]:
+def _function_lines(name: str, function: Function, precise: bool) -> list[str]:
     names = _value_names([str(n.attr) if n.op == "param" else n.hint for n in function.nodes])
     by_param = {str(n.attr): names[i] for i, n in enumerate(function.nodes) if n.op == "param"}
     parameters = ", ".join(by_param.get(p, f"_{p}") for p, _ in function.params)
-    lines = [f"    {line}" for line in _assignments(function.nodes, names, Fraction(1), function.results)]
+    lines = [f"    {line}" for line in _assignments(function.nodes, names, Fraction(1), function.results, precise)]
     return [f"def {name}({parameters}):", *lines, f"    return {_tuple([names[r] for r in function.results])}"]

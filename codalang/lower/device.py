@@ -4,19 +4,20 @@ A value in a generated kernel is a tuple of registers: the columns that one thre
 has one, which broadcasts.  Each function below applies one op of `ir.ops.OPS` to such tuples; `DEVICE_OPS` is the
 table.  What depends on where a register lies in the output (indices, groups) is the host's: see `body.HOST_OPS`.
 
-Transcendental functions use the hardware's approximations, within 2 ulp of f32 where not said otherwise:
+Transcendental functions come in two ways: DEVICE_OPS has the fast ones, by the hardware's approximations, PRECISE_OPS
+those of a `precise epilogue`.  Their error bounds are data: see `accuracy`.
 
-| function       | how                                                             | error                          |
-|----------------|-----------------------------------------------------------------|--------------------------------|
-| exp2, sqrt ..  | ex2, lg2, sqrt, rsqrt .approx                                   | 2 ulp; log2 2^-22 near 1       |
-| exp, log       | through exp2 and log2                                           | exp: 2 + 1.4 abs(x) ulp        |
-| division       | div.full                                                        | 2 ulp                          |
-| sigmoid, tanh  | ex2 and rcp; tanh by its series near 0: tails must hold in f16  | 4 ulp                          |
-| erf            | the library's                                                   | 2 ulp                          |
-| 1 + erf        | 2^polynomial for erfc                                           | 2.5e-7 absolute                |
-| 1 + tanh       | 2 sigmoid(2x)                                                   | 4 ulp                          |
-| sin, cos       | reduced by three parts of pi/2, then polynomials; no slow path  | 2^-22 absolute to 2^17 radians |
-| pow            | products for whole exponents to 16, else exp2(e log2 x)         | abs(e log2 x) ulp              |
+| function      | fast                                                           | precise                           |
+|---------------|----------------------------------------------------------------|-----------------------------------|
+| exp2, sqrt .. | ex2, lg2, sqrt, rsqrt .approx                                  | the library's; sqrt.rn            |
+| exp, log      | through exp2 and log2                                          | the library's                     |
+| division      | div.full                                                       | div.rn                            |
+| sigmoid, tanh | ex2 and rcp; tanh by its series near 0: tails must hold in f16 | exp and div.rn; the library's     |
+| erf           | the library's                                                  | the library's                     |
+| 1 + erf       | 2^polynomial for erfc: 2.5e-7 absolute                         | as written                        |
+| 1 + tanh      | 2 sigmoid(2x): 4 ulp                                           | as written                        |
+| sin, cos      | reduced by three parts of pi/2, then polynomials; no slow path | the same, more exactly            |
+| pow           | products for whole exponents to 16, else exp2(e log2 x)        | products to 4, else the library's |
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def _quarter_turn(x: Any) -> tuple[Any, Any]:
     turns = cute.math.roundeven(x * (2.0 / host_math.pi))
     rest = x
     for part in _HALF_PI:
-        rest = rest - turns * part
+        rest = cute.math.fma(-turns, Float32(part), rest)
     return turns.to(Int32), rest
 
 
@@ -222,10 +223,85 @@ DEVICE_OPS: dict[str, Callable[..., Any]] = {
 }
 
 
+# ---- precise ---------------------------------------------------------------------------------------------------------
+
+# pi/2 in three parts whose products with a whole number below 2^22 are exact to their last bit in a fused step
+_HALF_PI_FUSED = (1.570796012878418, 3.1391647326017846e-07, 5.390302529957765e-15)
+# sin(r) / r - 1 and (cos(r) - 1 + r^2 / 2) / r^4 by powers of r^2, for r in [-pi/4, pi/4]
+_SINE = (-1.6666654611e-1, 8.3321608736e-3, -1.9515295891e-4)
+_COSINE = (4.166664568298827e-2, -1.388731625493765e-3, 2.443315711809948e-5)
+
+
+def _precise_divide(a: Any, b: Any) -> Any:
+    return Float32(a) / Float32(b)
+
+
+def _polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
+    value = Float32(coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        value = cute.math.fma(value, x, Float32(coefficient))
+    return value
+
+
+def _precise_sine(x: Any, quarter: int) -> Any:
+    """sin(x + quarter * pi/2)."""
+    turns = cute.math.roundeven(x * (2.0 / host_math.pi))
+    rest = x
+    for part in _HALF_PI_FUSED:
+        rest = cute.math.fma(-turns, Float32(part), rest)
+    square = rest * rest
+    sine = cute.math.fma(rest * square, _polynomial(square, _SINE), rest)
+    cosine = cute.math.fma(
+        square * square, _polynomial(square, _COSINE), cute.math.fma(square, Float32(-0.5), Float32(1))
+    )
+    turned = turns.to(Int32) + quarter
+    magnitude = choose((turned & 1) == 0, sine, cosine)
+    return choose((turned & 2) == 0, magnitude, -magnitude)
+
+
+def _precise_power(x: Any, exponent: float) -> Any:
+    if exponent in (0.5, 0.0, 1.0, 2.0, 3.0, 4.0):
+        square = x * x
+        return {
+            0.0: lambda: Float32(1.0),
+            0.5: lambda: cute.math.sqrt(x),
+            1.0: lambda: x,
+            2.0: lambda: square,
+            3.0: lambda: square * x,
+            4.0: lambda: square * square,
+        }[exponent]()
+    return cute.math.pow(x, Float32(exponent))
+
+
+# What a `precise epilogue` computes otherwise.
+PRECISE_OPS: dict[str, Callable[..., Any]] = {
+    "div": _precise_divide,
+    "exp": lambda a: cute.math.exp(a),
+    "exp2": lambda a: cute.math.exp2(a),
+    "log": lambda a: cute.math.log(a),
+    "log2": lambda a: cute.math.log2(a),
+    "sqrt": lambda a: cute.math.sqrt(a),
+    "rsqrt": lambda a: _precise_divide(1.0, cute.math.sqrt(a)),
+    "tanh": lambda a: cute.math.tanh(a),
+    "sigmoid": lambda a: _precise_divide(1.0, 1.0 + cute.math.exp(-a)),
+    "erf": lambda a: cute.math.erf(a),
+    "sin": lambda a: _precise_sine(a, 0),
+    "cos": lambda a: _precise_sine(a, 1),
+    "pow": _precise_power,
+}
+
+
 def apply_op(name: str) -> Callable[..., Registers]:
     """An op of the table on register tuples, for generated kernels.  A static attribute comes as a last argument."""
-    function = DEVICE_OPS[name]
+    return _on_registers(DEVICE_OPS[name])
 
+
+def apply_precise(name: str) -> Callable[..., Registers]:
+    """The same of what a `precise epilogue` computes otherwise."""
+    return _on_registers(PRECISE_OPS[name])
+
+
+def _on_registers(function: Callable[..., Any]) -> Callable[..., Registers]:
     def applied(*operands: Any) -> Registers:
         static = [o for o in operands if not isinstance(o, tuple)]
         return elementwise(lambda *registers: function(*registers, *static))(

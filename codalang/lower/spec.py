@@ -189,10 +189,11 @@ def relative_width(epilogue: Epilogue, item: Param | Output) -> Fraction:
     return relative
 
 
-def merge_spec(state: State) -> KernelSpec:
+def merge_spec(state: State, precise: bool = False) -> KernelSpec:
     """The kernel that merges the partials of a transform: the same for every epilogue that has it."""
     definition, kind = state.definition, Kind.ROW if state.type.kind is Kind.ROWS else state.type.kind
     builder = EpilogueBuilder(f"merge_{definition.name}", ("M", "N"))
+    builder.precise = precise
     storage = {Dtype.F32: "f32", Dtype.I32: "i32", Dtype.BOOL: "bool"}
     inputs = [storage[dtype] for _, dtype in definition.inputs]
     values = [

@@ -211,7 +211,7 @@ def _describe(accepts: Collection[str]) -> str:
     parts: list[str] = []
     for group, spelled, also in (
         ({"NAME", "NUMBER", "LPAR"}, "an expression", _OPERAND),
-        (_DEFINITION, "`import`, `fn`, `state`, `epilogue` or `program`", {END, NEWLINE}),
+        (_DEFINITION, "`import`, `fn`, `state`, `epilogue` or `program`", {END, NEWLINE, "PRECISE"}),
         (_STATEMENT, "a statement", set()),
         (_PROGRAM_STATEMENT, "a statement", set()),
         ({"PLUS", "MINUS"}, "an operator", OPERATORS | {"LPAR", "LSQB", "DOT"}),

@@ -50,6 +50,7 @@ class _Elaborator:
         self.file = file
         self.state = state
         self.builder = EpilogueBuilder(definition.name.text, self._dims(), self._loc(definition.name.span))
+        self.builder.precise = definition.precise
         self.evaluator = Evaluator(self.builder, file)
         self.stored: dict[str, int] = {}
 

@@ -143,8 +143,8 @@ class _ToSyntax(Transformer):
         return syntax.Typed(_word(name), _word(dtype) if dtype else None)
 
     def epilogue(self, *parts: Any) -> syntax.Epilogue:
-        _epilogue, name, dims, _open, params, _close, _brace, block, end = parts
-        return syntax.Epilogue(_word(name), dims, params or (), block, _span(end))
+        precise, _epilogue, name, dims, _open, params, _close, _brace, block, end = parts
+        return syntax.Epilogue(_word(name), dims, params or (), block, _span(end), precise is not None)
 
     def program(self, *parts: Any) -> syntax.Program:
         _program, name, _open, params, _close, _brace, block, end = parts

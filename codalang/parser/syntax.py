@@ -4,7 +4,7 @@
     Function   = fn name(params) = result, with lets before the results in a block body
     State      = state name(inputs) { clauses }
     clause     = Carry | Clause(word, statements), such as update and merge
-    Epilogue   = epilogue name[dims](params) { statements }
+    Epilogue   = [precise] epilogue name[dims](params) { statements }
     statement  = Let | LetTuple | Store | Reduce | Fold | Keep | Return
     Program    = program name(params) { Bind*, Return }
     expression = Name | Literal | Apply(op, operands) | Call(function, arguments)
@@ -277,13 +277,14 @@ class State:
 
 @attrs.frozen
 class Epilogue:
-    """An `epilogue`; `dims` is its `[M, N]`, if written."""
+    """An `epilogue`; `dims` is its `[M, N]`, if written, `precise` whether it is a `precise epilogue`."""
 
     name: Word
     dims: tuple[Word, Word] | None
     params: tuple[Param, ...]
     statements: tuple[Statement, ...]
     end: Span
+    precise: bool = False
 
 
 @attrs.frozen

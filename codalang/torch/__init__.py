@@ -19,6 +19,6 @@ from codalang.torch.module import EpilogueFunction, Module, module_of
 __all__ = ["CodaFallbackWarning", "EpilogueFunction", "Module", "load", "reference_only"]
 
 
-def load(program: str | os.PathLike[str] | Source) -> Module:
+def load(program: str | os.PathLike[str] | Source, *, precise: bool = False) -> Module:
     """The epilogues of a program as functions of tensors.  See `codalang.load`."""
-    return module_of(resolve(program))
+    return module_of(resolve(program), precise)

@@ -203,8 +203,8 @@ class CodaAttributeError(CodaNameError, AttributeError):
 class Module:
     """The epilogues and programs of a source, as attributes and as items: `m.swiglu`, `m["swiglu"]`, `list(m)`."""
 
-    def __init__(self, program: ir.Module) -> None:
-        self._program = program
+    def __init__(self, program: ir.Module, precise: bool = False) -> None:
+        self._program, self._precise = program, precise
         self._functions: dict[str, EpilogueFunction | ProgramFunction] = {
             name: EpilogueFunction(epilogue) for name, epilogue in program.epilogues.items()
         }
@@ -247,29 +247,30 @@ class Module:
     def __reduce__(self) -> tuple[Any, ...]:
         # What imports other files travels as a text of its own: they need not be where it arrives.
         source = self._program.source
-        return module_of, (Source(source.name, print_module(self._program)) if self._program.imported else source,)
+        text = print_module(self._program) if self._program.imported else source.text
+        return module_of, (Source(source.name, text), self._precise)
 
     def __deepcopy__(self, memo: object) -> Module:
         return self
 
 
 _REMEMBERED_MODULES = 256
-_modules: dict[tuple[str, str], tuple[Module, tuple[Source, ...]]] = {}
+_modules: dict[tuple[str, str, bool], tuple[Module, tuple[Source, ...]]] = {}
 
 
-def module_of(source: Source) -> Module:
-    """The module of a source.
+def module_of(source: Source, precise: bool = False) -> Module:
+    """The module of a source, or that of its `precise` epilogues.
 
     Loading the same text again gives the same module, with all that it has learned, unless a file that it imports is
     another one by now.
     """
     from codalang.parser import parse
 
-    name = (source.name, source.text)
+    name = (source.name, source.text, precise)
     module, imported = _modules.get(name, (None, ()))
     if module is None or not all(map(_as_it_was, imported)):
         program = parse(source)
-        module = Module(program)
+        module = Module(program.precise() if precise else program, precise)
         _modules.pop(name, None)
         while len(_modules) >= _REMEMBERED_MODULES:
             del _modules[next(iter(_modules))]
