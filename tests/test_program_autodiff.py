@@ -6,19 +6,22 @@ The gradients of random programs are compared to 1e-9 of the largest of the prog
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import attrs
+import example_formulas
 import golden_cases
 import pytest
 import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from program_strategies import SIZES, cotangents_for, inputs_for, programs
+from program_strategies import SIZES, cotangents_for, inputs_for, programs, shape_of
 from torch import Tensor
 
 from codalang.autodiff import ProgramDerivative, derive_program
-from codalang.errors import CodaCallError
+from codalang.errors import CodaCallError, CodaUnsupportedError
 from codalang.ir import program_reference as reference
 from codalang.ir.printer import print_program
 from codalang.ir.program import Apply, Matmul, Product, Program, Statement, Vector
@@ -58,14 +61,15 @@ def derived(
     inputs: Mapping[str, Tensor],
     cotangents: Mapping[str, Tensor],
     sizes: Mapping[str, int],
+    **rounding: Any,
 ) -> dict[str, Tensor | None]:
     """The gradient of each parameter asked for, in its declared shape, from what the backward says that it loads."""
-    stored = reference.run(derivative.forward, inputs)
+    stored = reference.run(derivative.forward, inputs, **rounding)
     assert tuple(stored) == program.results + derivative.saved
     sources = {"param": inputs, "output": stored, "saved": stored, "cotangent": cotangents}
     assert list(derivative.loads) == [p.name for p in derivative.backward.params]
     loaded = {name: sources[load.source][load.name] for name, load in derivative.loads.items()}
-    results = reference.run(derivative.backward, loaded)
+    results = reference.run(derivative.backward, loaded, **rounding)
     types = {p.name: p.type for p in program.params}
     gradients: dict[str, Tensor | None] = {}
     for name, result in derivative.gradients.items():
@@ -312,3 +316,125 @@ def chain(layers: int) -> Program:
     weights_ = "".join(f", w{i}: [D, F], v{i}: [F, D], g{i}: [D]" for i in range(1, layers + 1))
     text = f"program chain(a0: [T, F], x0: [T, D]{weights_}) {{\n{''.join(lines)}    return a{layers}\n}}\n"
     return last_program("import residual_rms\n" + head + text)
+
+
+# ---- uses that meet ------------------------------------------------------------------------------------------------
+
+MIXED = """
+import bias
+import residual
+
+program mixed(x: [T, D], w: [F, D], v: [T, F, D], b: [T, F]) {
+    y = bias(x @ v.T, bias = b)
+    z = residual(x @ w.T, res = b)
+    return (y, z)
+}
+"""
+
+
+def test_a_parameter_that_is_a_matrix_and_a_vector() -> None:
+    """Its gradient has the shape that it was declared with."""
+    program = last_program(MIXED)
+    check_gradients(program, inputs_for(program, 0, EXTENTS), EXTENTS)
+
+
+def test_what_is_made_as_a_matrix_and_read_as_a_vector_is_refused() -> None:
+    program = last_program(MIXED)
+    first, second = program.statements
+    assert isinstance(first, Apply)
+    turned = attrs.evolve(program, statements=(second, attrs.evolve(first, inputs=(("bias", "z"),))))
+    with pytest.raises(CodaUnsupportedError, match="`z` is used as a matrix and as a vector"):
+        derive_program(turned)
+
+
+# ---- against plain torch -------------------------------------------------------------------------------------------
+
+
+def formula_inputs(program: Program, sizes: Mapping[str, int], dtype: torch.dtype, outliers: bool) -> dict[str, Any]:
+    """Inputs like those of training, rounded to `dtype`; with outliers every 16th row of x is 100 times as large."""
+    generator = torch.Generator().manual_seed(0)
+    inputs: dict[str, Any] = {}
+    for param in program.params:
+        shape = shape_of(param.type, sizes)
+        value = torch.randn(shape, dtype=torch.float64, generator=generator)
+        if param.name == "positions":
+            value = torch.arange(shape[0])
+        elif "frequency" in param.name:
+            value = (10000.0 ** (-torch.arange(shape[-1]) / shape[-1])).double().expand(shape).contiguous()
+        elif param.name.startswith("w"):
+            value = (value * shape[-1] ** -0.5).to(dtype).double()
+        elif param.name.startswith("g"):
+            value = (1 + 0.1 * value).to(dtype).double()
+        else:
+            value = value.to(dtype).double()
+        inputs[param.name] = value if param.default is None else torch.tensor(param.default, dtype=torch.float64)
+    if outliers:
+        inputs["x"][::16] *= 100
+    return inputs
+
+
+def by_formula(
+    program: Program, inputs: Mapping[str, Any], cotangents: Sequence[Tensor] | None, dtype: torch.dtype
+) -> tuple[list[Tensor], Tensors]:
+    """The results and gradients of the formula in plain torch, eager, in a dtype."""
+    learned = weights(program)
+    other = torch.float64 if dtype is torch.float64 else torch.float32
+    leaves = {
+        name: value.to(dtype).requires_grad_()
+        if name in learned
+        else value.to(other)
+        if value.is_floating_point()
+        else value
+        for name, value in inputs.items()
+    }
+    results = list(getattr(example_formulas, program.name)(**leaves))
+    if cotangents is None:
+        return results, {}
+    seeds_ = [c.to(r.dtype) for c, r in zip(cotangents, results, strict=True)]
+    found = torch.autograd.grad(results, [leaves[n] for n in learned], seeds_)
+    return results, dict(zip(learned, found, strict=True))
+
+
+def relative_error(value: Tensor, exact: Tensor) -> float:
+    """By norm."""
+    return float((value.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize(("file", "name"), [("mlp.coda", "mlp"), ("llama_block.coda", "llama_block")])
+def test_gradients_are_those_of_plain_torch(file: str, name: str) -> None:
+    """No code is shared with the formula."""
+    program = example(file, name)
+    sizes = {"T": 6, "H": 8, "D": 4, "F": 6, "Q": 2, "KV": 1, "P": 3}
+    inputs = formula_inputs(program, sizes, torch.float64, False)
+    results, _ = by_formula(program, inputs, None, torch.float64)
+    cotangents = cotangents_for(dict(zip(program.results, results, strict=True)), 0)
+    _, expected = by_formula(program, inputs, list(cotangents.values()), torch.float64)
+    found = derived(program, derive_program(program, wrt=weights(program)), inputs, cotangents, sizes)
+    for param, gradient in expected.items():
+        value = found[param]
+        assert value is not None and relative_error(value, gradient) < 1e-12, param
+
+
+@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_in_half_precision_are_as_near_as_eager_torch_s(dtype: torch.dtype, outliers: bool) -> None:
+    """What is kept and what the derived epilogues store is rounded as the kernels round it."""
+    program = example("llama_block.coda", "llama_block")
+    sizes = {"T": 128, "D": 128, "F": 256, "Q": 4, "KV": 2, "P": 16}
+    inputs = formula_inputs(program, sizes, dtype, outliers)
+    exact_results, _ = by_formula(program, inputs, None, torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    seeds_ = [torch.randn(r.shape, dtype=torch.float64, generator=generator).to(dtype).double() for r in exact_results]
+    _, exact = by_formula(program, inputs, seeds_, torch.float64)
+    eager_results, eager = by_formula(program, inputs, seeds_, dtype)
+    derivative = derive_program(program, wrt=weights(program))
+    cotangents = dict(zip(program.results, seeds_, strict=True))
+    rounding = {"dtype": torch.float32, "storage": dtype}
+    found = derived(program, derivative, inputs, cotangents, sizes, **rounding)
+    results = reference.run(derivative.forward, inputs, **rounding)
+    for name, value, truth in zip(program.results, eager_results, exact_results, strict=True):
+        assert relative_error(results[name], truth) <= 1.02 * relative_error(value, truth), name
+    for name, truth in exact.items():
+        value = found[name]
+        assert value is not None
+        assert relative_error(value.to(dtype), truth) <= 1.02 * relative_error(eager[name], truth), name

@@ -86,18 +86,22 @@ class Application:
                 made[output.name] = self._total(self.derivative.backward.param(param), arrived)
         return made
 
+    def _result(self, param: Param) -> str:
+        """The result whose cotangent a parameter of the derived epilogue is."""
+        return self.results[self.derivative.loads[param.name].name]
+
     def _arrived(self, param: str) -> Cotangent:
         return self.flow.cotangents[self.results[self.derivative.loads[param].name]]
 
     def _total(self, param: Param, arrived: Cotangent) -> str:
         """What arrived at a cotangent as one value."""
-        flow, wanted = self.flow, f"d_{self.results[self.derivative.loads[param.name].name]}"
+        flow, value = self.flow, self._result(param)
         flow.resolve(arrived)
         shape = self._shape(param.type)
         if param.type.kind in (Kind.TILE, Kind.ROWS):
-            flow.refuse_vectors(wanted, arrived, self.statement.loc)
-            return flow.emission.matrix(arrived, shape, wanted)
-        return flow.emission.vector_sum(arrived, shape[0] * shape[1], wanted)
+            flow.refuse_vectors(value, arrived, self.statement.loc)
+            return flow.emission.matrix(arrived, shape, f"d_{value}")
+        return flow.emission.vector_sum(arrived, shape[0] * shape[1], f"d_{value}")
 
     def _shape(self, type_: ValueType) -> tuple[Dim, Dim]:
         m, n, *samples = self.statement.extents
@@ -176,10 +180,10 @@ class Application:
         """What a cotangent is the sum of; emits what it cannot take as it is."""
         emission, arrived = self.flow.emission, self._arrived(param.name)
         if param.type.kind in (Kind.TILE, Kind.ROWS):
-            wanted = f"d_{self.results[self.derivative.loads[param.name].name]}"
-            self.flow.refuse_vectors(wanted, arrived, self.statement.loc)
+            value = self._result(param)
+            self.flow.refuse_vectors(value, arrived, self.statement.loc)
             self.flow.resolve(arrived)
-            emission.accumulated(arrived, len(arrived.pending) - hosts, self._shape(param.type), wanted)
+            emission.accumulated(arrived, len(arrived.pending) - hosts, self._shape(param.type), f"d_{value}")
         else:
             arrived = Cotangent({self._total(param, arrived): 1})
         names = [

@@ -154,6 +154,7 @@ _WORDS = {
     "param": "loaded: it is an input of the forward",
     "output": "loaded: the forward stores it anyway",
     "saved": "saved: an extra store of the forward",
+    "inverted": "undone from what the forward stores, which is loaded",
     "recomputed": "recomputed from what is loaded",
 }
 
