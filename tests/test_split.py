@@ -14,6 +14,7 @@ from emulation import emulated
 from test_lower import spec_of, stdlib_epilogue
 
 from codalang.autodiff import derive
+from codalang.ir.epilogue import Epilogue
 from codalang.lower import plan, run, split
 from codalang.lower.compile import compile_object
 from codalang.lower.spec import Config, Folding, KernelSpec, Operand
@@ -115,6 +116,31 @@ def test_split_kernels_compile_cleanly(epilogue: object, tiling: tuple[int, int]
     with tempfile.TemporaryDirectory() as folder:
         report = compile_object(attrs.evolve(spec, config=config), Path(folder) / "kernel.o")
     assert (report.spill_bytes, report.serialized) == (0, None)
+
+
+ACCESSES = ("ld.global", "st.global", "cp.async.bulk.tensor", "cp.reduce", "atom.global", "atom.acq_rel", "red.global")
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "a_rows"),
+    [(PLAIN, 0), (PLAIN, 16), (RESIDUAL, 16), (None, 0)],
+    ids=["plain", "few rows", "residual_rms", "hosted"],
+)
+def test_kernels_that_overlap_touch_no_memory_before_the_wait(epilogue: Epilogue | None, a_rows: int) -> None:
+    if epilogue is None:
+        spec = KernelSpec(PLAIN, None, ("bf16",), ("bf16",), None, overlap=True)
+    else:
+        spec = attrs.evolve(spec_of(epilogue, OPERAND), overlap=True)
+        found = (c for c in split.candidates(spec, 64, 4096, 4096) if c.tile == (64, 64) and c.split == 4)
+        spec = attrs.evolve(spec, config=attrs.evolve(next(found), a_rows=a_rows))
+    with tempfile.TemporaryDirectory() as folder:
+        report = compile_object(spec, Path(folder) / "kernel.o", keep_ptx=True)
+    assert (report.spill_bytes, report.serialized) == (0, None)
+    assert report.ptx is not None
+    assert report.ptx.count("griddepcontrol.launch_dependents") == report.ptx.count("griddepcontrol.wait") == 1
+    before, after = report.ptx.split("griddepcontrol.wait")
+    assert not any(access in before for access in ACCESSES)
+    assert any(access in after for access in ACCESSES)
 
 
 @pytest.mark.parametrize(

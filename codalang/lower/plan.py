@@ -31,6 +31,7 @@ CONSUMER_WARPS = 8
 SMS = 132  # of an H100 or H200 SXM
 HOSTED_ROWS = 64  # rows of a hosted kernel's tile
 CONSUMER_REGISTERS = 244  # estimated, per thread of a consumer warpgroup: above it kernels were seen to spill
+MOST_REGISTERS = 512  # estimated: where all tilings spill, more than that is not tried
 TEMPORARY_REGISTERS = 20
 EXTRA_TEMPORARIES = {"tanh": 8, "exp": 8}  # of ops, in the epilogue or in what a state folds by
 MULTIPLIES_PER_CYCLE = 2048  # of one SM: dense bf16 or f16 wgmma
@@ -77,8 +78,11 @@ def choose(spec: KernelSpec, m: int, n: int, k: int) -> Config:
     Raises CodaUnsupportedError where the epilogue's slabs fit in no tiling.
     """
     fitting = [(tiling, config) for tiling in TILINGS for config in _configurations(spec, tiling)]
-    if not fitting:
-        raise _too_large(spec.epilogue)
+    if not fitting:  # then one that spills, of which the user is told, rather than none
+        spilling = [c for tiling in TILINGS for c in _configurations(spec, tiling, most_registers=MOST_REGISTERS)]
+        if not spilling:
+            raise _too_large(spec.epilogue)
+        return min(spilling, key=lambda config: registers(spec, config))
     return min(fitting, key=lambda pair: _cycles(spec, pair[0], pair[1], m, n, k))[1]
 
 
@@ -127,7 +131,7 @@ def _epilogue_cycles(spec: KernelSpec) -> float:
 SLABS = ((32, 2, 2), (32, 2, 1), (32, 1, 1), (16, 2, 2), (16, 1, 1))
 
 
-def _configurations(spec: KernelSpec, tiling: Tiling) -> Iterator[Config]:
+def _configurations(spec: KernelSpec, tiling: Tiling, most_registers: int = CONSUMER_REGISTERS) -> Iterator[Config]:
     """The best division of shared memory for a tiling, if any: stages of the ring come first, then slabs."""
     has_loads = any(p.type.kind is Kind.TILE for p, _ in spec.inputs)
     has_stores = bool(spec.stores)
@@ -142,7 +146,7 @@ def _configurations(spec: KernelSpec, tiling: Tiling) -> Iterator[Config]:
         config = Config(tiling.tile, tiling.cluster, tiling.ping_pong, 0, subtile, loads, stores)
         left = SMEM_CAPACITY - shared_bytes(spec, config)
         stages = min(MAX_STAGES, left // ring_stage_bytes(tiling.tile))
-        if registers(spec, config) > CONSUMER_REGISTERS:
+        if registers(spec, config) > most_registers:
             continue
         is_last = (subtile, loads, stores) == (max(16, narrow), has_loads, has_stores)
         if stages >= tiling.least_stages or (stages >= 2 and is_last):
