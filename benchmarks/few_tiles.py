@@ -1,6 +1,6 @@
 """Short batches, small auxiliary kernels, accumulated gradients and folded weights on a Hopper GPU, beside cuBLAS.
 
-`python benchmarks/few_tiles.py [--only short overlap merged gradient folded] [--out DIR] [--rounds N] [--near X]`
+`python benchmarks/few_tiles.py [--only short overlap merged gradient folded wave] [--out DIR] [--rounds N] [--near X]`
 
     short      M from 1 to 256 at the weights of Llama-3-8B: the configurations that `lower.split` considers whose
                estimate is near the best (`--near`: its quotient, default all), its choice, the same loading whole tiles
@@ -13,6 +13,8 @@
                cuBLAS without and with the addition
     folded     a weight of gate and up concatenated, of heads half-split: forward, dgrad and accumulated gradient, with
                the same configuration as for a weight that is one matrix
+    wave       large GEMMs whose last wave is not full: as it is and balanced, in a configuration that is else the same,
+               and what the heuristic chooses
 """
 
 from __future__ import annotations
@@ -31,12 +33,15 @@ import attrs
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests/gpu")]
 
+import gpu_cases  # noqa: E402
 import gpu_compile  # noqa: E402
+import test_gpu_balance  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from codalang.autodiff import derive  # noqa: E402
 from codalang.bench.timing import interleaved  # noqa: E402
-from codalang.lower import load, plan, run, split  # noqa: E402
+from codalang.lower import balance, load, plan, run, split  # noqa: E402
 from codalang.lower.folded import Matrix, box  # noqa: E402
 from codalang.lower.spec import Config, Folding, KernelSpec, Operand  # noqa: E402
 from codalang.parser import parse  # noqa: E402
@@ -251,12 +256,40 @@ def _folded(name: str, extents: tuple[int, ...], order: tuple[int, ...]) -> Iter
     yield Comparison(f"{name}: accumulated gradient", calls | {"cublas": lambda: torch.matmul(dy.T, x)})
 
 
+def wave() -> Iterator[Comparison]:
+    """The last wave as it is and balanced."""
+    residual = gpu_cases.SOURCES["residual_rms"]
+    backward = derive(residual).backward
+    for name, epilogue, n, k, major in (
+        ("down, residual_rms", residual, 4096, 14336, "k"),
+        ("gate and up dgrad, backward of residual_rms", backward, 4096, 28672, "mn"),
+        ("gate and up dgrad, plain", PLAIN, 4096, 28672, "mn"),
+        ("o, residual_rms", residual, 4096, 4096, "k"),
+        ("qkv, plain", PLAIN, 6144, 4096, "k"),
+        ("square, plain", PLAIN, 8192, 8192, "k"),
+    ):
+        a, b = _normal(TOKENS, k), _normal(n, k) if major == "k" else _normal(k, n).T
+        inputs = test_gpu_balance.inputs_of(epilogue, TOKENS, n)
+
+        def call(config: Config | None, a: Tensor = a, b: Tensor = b, inputs=inputs, e=epilogue):  # noqa: ANN001, ANN202
+            return lambda: run.gemm(e, a, b, inputs, config=config)
+
+        balanced = test_gpu_balance.config_of(epilogue, 0, major)
+        whole = attrs.evolve(balanced, balanced=False)
+        calls = {f"{_short_form(c)}{' balanced' * c.balanced}": call(c) for c in (whole, balanced)}
+        calls["chosen"] = call(None)
+        saved = balance.saved(balanced, TOKENS, n, k) / 1755
+        calls["cublas"] = lambda a=a, b=b: torch.matmul(a, b.t())
+        yield Comparison(f"{name}, M={TOKENS} N={n} K={k}, estimated to save {saved:.1f} us", calls)
+
+
 GROUPS: dict[str, Callable[[], Iterator[Comparison]]] = {
     "short": short,
     "overlap": overlap,
     "merged": merged,
     "gradient": gradient,
     "folded": folded,
+    "wave": wave,
 }
 
 

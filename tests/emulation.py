@@ -21,7 +21,7 @@ from codalang.ir.epilogue import Epilogue, Reduce, State
 from codalang.ir.evaluate import Context, evaluate_function
 from codalang.ir.fold import REDUCTION_FUNCTIONS, merged
 from codalang.ir.types import Kind, ValueType
-from codalang.lower import plan, run, split
+from codalang.lower import balance, plan, run, split
 from codalang.lower.spec import PLAIN, SLAB_ROWS, Folding, KernelSpec, base_width, foldings_fit, folds, loaded_params
 
 
@@ -53,8 +53,9 @@ def _main(spec: KernelSpec, compute: torch.dtype, *arguments: object) -> None:
     epilogue, base = spec.epilogue, base_width(spec.epilogue)
     given = {}
     if spec.operand:
-        a, b, inputs, outputs, clusters = arguments
+        a, b, inputs, outputs, (clusters, *numbers) = arguments
         assert clusters == 132 // (spec.config.cluster[0] * spec.config.cluster[1])
+        assert len(numbers) == spec.config.balanced * len(attrs.fields(balance.Balance))
         a, b = (
             flat(tensor, folding, major)
             for tensor, folding, major in (
@@ -67,6 +68,10 @@ def _main(spec: KernelSpec, compute: torch.dtype, *arguments: object) -> None:
             *outputs, workspace, counters = outputs
             assert workspace.numel() == split.workspace(spec.config, a.shape[0], b.shape[0])
             assert counters.numel() >= split.tiles(spec.config, a.shape[0], b.shape[0]) and not counters.any()
+        if spec.config.balanced:
+            *outputs, workspace, counters = outputs
+            needed = balance.workspace(spec.config, a.shape[0], b.shape[0], balance.Balance(*numbers))
+            assert (workspace.numel(), counters.numel()) >= needed and not counters.any()
         given[epilogue.params[0].name] = a.double() @ b.double().T
         tile, m, n = spec.config.tile, a.shape[0], b.shape[0]
     else:

@@ -26,6 +26,7 @@ from typing import Any
 import attrs
 
 from codalang.errors import CodaCompileError, CodaUnsupportedError
+from codalang.lower.balance import Balance
 from codalang.lower.codegen import generate
 from codalang.lower.plan import SMEM_CAPACITY, shared_bytes
 from codalang.lower.spec import PLAIN, Folding, KernelSpec
@@ -172,12 +173,13 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
     if spec.config is None or shared_bytes(spec, spec.config) > SMEM_CAPACITY:
         # the launcher would only print a line before a launch that cannot succeed
         raise CodaUnsupportedError(f"`{spec.epilogue.name}` does not fit in shared memory with {spec.config}")
-    if spec.config.split > 1:
+    if spec.config.gathers:
         outputs += (row_of_words("f32"), row_of_words("i32"))
     kernel = GemmKernel(body, spec.config, operand, input_foldings, output_foldings, spec.overlap)
     a = tensor(operand.dtype, operand.a_major, folding=operand.a_folding)
     b = tensor(operand.dtype, operand.b_major, folding=operand.b_folding)
-    return kernel, [a, b, inputs, outputs, cutlass.Int32(1), stream]
+    schedule = (cutlass.Int32(1),) * (1 + len(attrs.fields(Balance)) * spec.config.balanced)
+    return kernel, [a, b, inputs, outputs, schedule, stream]
 
 
 def _merge_kernel(partial: Any, overlap: bool, row_of_words: Callable[[str], Any]) -> tuple[Any, list[Any]]:

@@ -2,8 +2,9 @@
 
 Plain Python that is traced into the kernel: its loops unroll, its lists are registers.
 
-For a tile, `begin` runs before the mainloop and requests what the epilogue will read: the first slabs of the tile
-inputs (TMA), the warp's values of the cols (registers), the team's rows (registers, on their way to shared memory).
+For a tile, `request` and `begin` run before the mainloop and ask for what the epilogue will read: the first slabs of
+the tile inputs (TMA); the warp's values of the cols (registers), the team's rows (registers, on their way to shared
+memory).
 `finish` runs after it: sub-tile by sub-tile, pair by pair, it reads, calls `Epilogue.apply`, writes and sums.
 
 Sums over n stay in one warp: registers, then the four lanes of a row.  Sums over m fold registers, then the eight
@@ -130,8 +131,8 @@ class EpilogueLoop:
 
     # ---------------------------------------------------------------- before the mainloop
 
-    def begin(self, tile_m: Int32, tile_n: Int32, visit: Int32) -> Staged:
-        """Request this tile's inputs."""
+    def request(self, tile_m: Int32, tile_n: Int32) -> None:
+        """Request the first slabs of this tile's inputs."""
         if self.loads:
             cute.arch.sync_warp()  # all lanes have read the slabs that are overwritten now
             for step in range(self.config.load_stages):
@@ -139,6 +140,9 @@ class EpilogueLoop:
             if self.config.prefetch:
                 for step in range(self.config.load_stages, self.kernel.subtiles * self.kernel.row_blocks):
                     self._prefetch(step, tile_m, tile_n)
+
+    def begin(self, tile_m: Int32, tile_n: Int32) -> Staged:
+        """Read this tile's vectors."""
         cols = [
             [[self._col_value(v, tile_m, block, half) for half in (0, 1)] for block in range(self.kernel.row_blocks)]
             for v in self.col_vectors
@@ -622,7 +626,7 @@ class TileSums:
         return self.loop.scratch_address + (before + (component * CONSUMER_WARPS + warp) * width) * 4
 
 
-def epilogue_of(*arguments: Any) -> tuple[Callable[..., Staged], Callable[..., None]]:
-    """The two halves of an EpilogueLoop, `begin` and `finish`, as functions."""
+def epilogue_of(*arguments: Any) -> tuple[Callable[..., None], Callable[..., Staged], Callable[..., None]]:
+    """The steps of an EpilogueLoop, `request`, `begin` and `finish`, as functions."""
     loop = EpilogueLoop(*arguments)
-    return loop.begin, loop.finish
+    return loop.request, loop.begin, loop.finish

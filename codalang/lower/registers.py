@@ -198,6 +198,11 @@ def _plain(results: tuple) -> tuple:
     return tuple(result[0] for result in results)
 
 
+def choose_whole(condition: Any, a: Any, b: Any) -> Int32:
+    """a where the condition holds, else b: two integers."""
+    return choose(Boolean(condition), Int32(a), Int32(b))
+
+
 def minimum(a: Any, b: Any) -> Int32:
     """min of two integers, at least one of them dynamic."""
     return choose(a < b, Int32(a), Int32(b))

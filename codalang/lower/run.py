@@ -27,7 +27,7 @@ from codalang.ir.build import EpilogueBuilder
 from codalang.ir.epilogue import Epilogue, Output, Param, Reduce, State
 from codalang.ir.types import Dtype, Kind
 from codalang.ir.types import tile as tile_type
-from codalang.lower import plan, split, tuned
+from codalang.lower import balance, plan, split, tuned
 from codalang.lower.buffers import Read, Written, check_sharing, span
 from codalang.lower.codegen import unit
 from codalang.lower.folded import Matrix, as_box, box, is_dense
@@ -276,9 +276,9 @@ class _Call:
         operands: how many of them are operands of a GEMM; the others are the epilogue's inputs.
         results: in the order of the kernel's signature.
         names: the outputs' names in textual order.
-        tail: the integers that end the kernel's signature.
+        tail: the integers, or tuples of them, that end the kernel's signature.
         written: the caller's buffers.
-        parts: words of workspace and counters that a GEMM with K split needs; see `gather`.
+        parts: words of workspace and counters that a GEMM needs whose tiles come in parts; see `gather`.
     """
 
     launch: Callable[..., None]
@@ -286,7 +286,7 @@ class _Call:
     operands: int
     results: tuple[_Result, ...]
     names: tuple[str, ...]
-    tail: tuple[int, ...]
+    tail: tuple[int | tuple[int, ...], ...]
     device: torch.device
     written: tuple[Written, ...]
     parts: tuple[int, int] | None = None
@@ -428,7 +428,13 @@ def _gemm_call(
     chosen = config or tuned.choose(spec, shape.m, shape.n, a.shape[1], shape.device)
     if 0 < chosen.a_rows < shape.m:
         raise CodaCallError(f"a configuration for {chosen.a_rows} rows, got {shape.m}", argument="config")
-    cluster = chosen.cluster[0] * chosen.cluster[1]
+    clusters, words = max(1, _sms(shape.device) // math.prod(chosen.cluster)), None
+    schedule: tuple[int, ...] = (clusters,)
+    if chosen.balanced:
+        numbers = balance.balance(chosen, shape.m, shape.n, a.shape[1], clusters)
+        schedule, words = (clusters, *attrs.astuple(numbers)), balance.workspace(chosen, shape.m, shape.n, numbers)
+    elif chosen.split > 1:
+        words = split.workspace(chosen, shape.m, shape.n), split.tiles(chosen, shape.m, shape.n)
     prepare = (*(prepare for prepare, _, _ in passed), *(prepare for prepare, _, _ in inputs))
     results = shape.results(storage, chosen.tile, out, padded=True, on_gemm=True, foldings=foldings)
     return _Call(
@@ -437,12 +443,10 @@ def _gemm_call(
         2,
         results,
         tuple(o.name for o in epilogue.outputs),
-        (max(1, _sms(shape.device) // cluster),),
+        (schedule,),
         shape.device,
         shape.written((None, None, *params), (a.tensor, b.tensor, *values), prepare, results, out),
-        (split.workspace(chosen, shape.m, shape.n), split.tiles(chosen, shape.m, shape.n))
-        if chosen.split > 1
-        else None,
+        words,
     )
 
 

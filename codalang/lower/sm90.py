@@ -39,15 +39,17 @@ value.  A CTA whose own tile lies outside still takes part in its cluster's mult
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute, pipeline
+from cutlass import Boolean, Float32, Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cutlass_dsl import not_
 from cutlass.memory import SmemAllocator
 
+from codalang.lower.balance import Item, slots, walk
 from codalang.lower.body import Input, Partial, Tile
 from codalang.lower.epilogue_loop import epilogue_of
 from codalang.lower.gather import gather
 from codalang.lower.plan import CONSUMER_WARPS
-from codalang.lower.registers import CUTE_DTYPES, store_shared_if
+from codalang.lower.registers import CUTE_DTYPES, choose_whole, store_shared_if
 from codalang.lower.spec import DTYPE_BYTES, K_TILE, SLAB_ROWS, Config, Folding, Operand
 
 THREADS = 384
@@ -178,12 +180,13 @@ class GemmKernel:
         b: cute.Tensor,
         inputs: tuple,
         outputs: tuple,
-        max_clusters: Int32,
+        schedule: tuple,
         stream: Any,
     ) -> None:
         """Launch.  a [M, K], b [N, K], or folded; inputs and outputs in the order of the body's declarations.
 
-        Where K is split, a workspace and counters end the outputs; see `gather`.
+        schedule: how many clusters run at a time; where the last wave is balanced, then the numbers of a `Balance`.
+        Where K is split, or the last wave balanced, a workspace and counters end the outputs; see `gather`.
         """
         config = self.config
         a, b = matrix(a, self.a_folding), matrix(b, self.b_folding)
@@ -206,12 +209,14 @@ class GemmKernel:
         vectors = tuple(t for t, i in zip(inputs, self.body.INPUTS, strict=True) if i.kind != "tile")
         partials = tuple(outputs[len(self.stores) :])
         shares = ()
-        if cutlass.const_expr(config.split > 1):
+        if cutlass.const_expr(config.gathers):
             partials, shares = partials[:-2], partials[-2:]
 
         m, n = Int32(cute.size(a, mode=[0])), Int32(cute.size(b, mode=[0]))
         clusters_m, clusters_n = self.cluster_grid(m, n)
-        clusters = cutlass.min(max_clusters, clusters_m * clusters_n * config.split)
+        clusters, *numbers = schedule
+        if cutlass.const_expr(not config.balanced):
+            clusters = cutlass.min(clusters, clusters_m * clusters_n * config.split)
         self.kernel(
             tiled_mma,
             atom_a,
@@ -227,6 +232,7 @@ class GemmKernel:
             vectors,
             partials,
             shares,
+            tuple(numbers),
             m,
             n,
         ).launch(
@@ -291,7 +297,7 @@ class GemmKernel:
             stores: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, max(16, store_bytes)], 1024]
             rows: cute.struct.Align[cute.struct.MemRange[Float32, max(4, self._row_floats())], 16]
             scratch: cute.struct.Align[cute.struct.MemRange[Float32, max(4, self._scratch_floats())], 16]
-            flags: cute.struct.Align[cute.struct.MemRange[Int32, 2], 16]
+            flags: cute.struct.Align[cute.struct.MemRange[Int32, 4], 16]
 
         return SharedStorage
 
@@ -330,6 +336,7 @@ class GemmKernel:
         vectors: tuple,
         partials: tuple,
         shares: tuple,
+        numbers: tuple,
         m: Int32,
         n: Int32,
     ) -> None:
@@ -381,7 +388,7 @@ class GemmKernel:
         if group == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                self.produce(atom_a, atom_b, g_a, g_b, s_a, s_b, ring, cta, k_tiles, m, n)
+                self.produce(atom_a, atom_b, g_a, g_b, s_a, s_b, ring, cta, k_tiles, numbers, m, n)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.consume(
@@ -399,6 +406,7 @@ class GemmKernel:
                 shares,
                 cta,
                 k_tiles,
+                numbers,
                 m,
                 n,
             )
@@ -438,6 +446,19 @@ class GemmKernel:
             cute.ceil_div(cute.ceil_div(n, self.tile_n), self.config.cluster[1]),
         )
 
+    def items(self, k_tiles: Int32, numbers: tuple, m: Int32, n: Int32) -> tuple[Int32, Any, Any]:
+        """What this CTA multiplies, as `balance.walk` has it."""
+        clusters_m, clusters_n = self.cluster_grid(m, n)
+        cluster, clusters, split = cute.arch.block_idx()[2], cute.arch.grid_dim()[2], self.config.split
+        if self.config.balanced:
+            return walk(cluster, clusters, clusters_m * clusters_n, k_tiles, numbers, choose_whole)
+
+        def item(visit: Int32) -> Item:
+            index = cluster + visit * clusters
+            return Item(True, index // split, index % split * k_tiles, k_tiles, visit * k_tiles)
+
+        return (clusters_m * clusters_n * split - cluster + clusters - 1) // clusters, item, None
+
     @cute.jit
     def produce(
         self,
@@ -450,6 +471,7 @@ class GemmKernel:
         ring: Any,
         cta: Any,
         k_tiles: Int32,
+        numbers: tuple,
         m: Int32,
         n: Int32,
     ) -> None:
@@ -466,14 +488,14 @@ class GemmKernel:
         to_b, from_b = cpasync.tma_partition(
             atom_b, cta[0], cute.make_layout(cluster_m), cute.group_modes(s_b, 0, 2), cute.group_modes(g_b, 0, 2)
         )
-        split = self.config.split
         clusters_m, clusters_n = self.cluster_grid(m, n)
+        items, item_of, _ = self.items(k_tiles, numbers, m, n)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
-        index = cute.arch.block_idx()[2]
-        while index < clusters_m * clusters_n * split:
-            tile_m, tile_n = self.tile_of(index // split, clusters_m, clusters_n, cta)
-            first = index % split * k_tiles
-            for k in cutlass.range(first, first + k_tiles, unroll=1):
+        visit = Int32(0)
+        while visit < items:
+            item = item_of(visit)
+            tile_m, tile_n = self.tile_of(item.tile, clusters_m, clusters_n, cta)
+            for k in cutlass.range(item.first, item.first + item.steps, unroll=1):
                 ring.producer_acquire(state)
                 barrier = ring.producer_get_barrier(state)
                 cute.copy(
@@ -491,7 +513,7 @@ class GemmKernel:
                     mcast_mask=mask_b,
                 )
                 state.advance()
-            index += cute.arch.grid_dim()[2]
+            visit += 1
         ring.producer_tail(state)
 
     @cute.jit
@@ -511,6 +533,7 @@ class GemmKernel:
         shares: tuple,
         cta: Any,
         k_tiles: Int32,
+        numbers: tuple,
         m: Int32,
         n: Int32,
     ) -> None:
@@ -531,42 +554,59 @@ class GemmKernel:
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
 
         # bound methods: the DSL would take an object whose methods the loop calls for a value that the loop changes
-        begin, finish = epilogue_of(
+        request, begin, finish = epilogue_of(
             self, storage, warp, team, member, load_atoms, load_tensors, store_atoms, store_tensors, vectors, m, n
         )
         clusters_m, clusters_n = self.cluster_grid(m, n)
-        step = cute.arch.grid_dim()[2]
+        items, item_of, part_of = self.items(k_tiles, numbers, m, n)
+        flags, thread = storage.flags.data_ptr().toint(), cute.arch.thread_idx()[0] % (self.team_warps * 32)
         if cutlass.const_expr(config.ping_pong):
             if team == 1:  # the first team starts
                 cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=256)
-        visit = Int32(0)
-        index = cute.arch.block_idx()[2] + team * step
-        finished = Int32(0)
-        while index < clusters_m * clusters_n * config.split:
-            tile_m, tile_n = self.tile_of(index // config.split, clusters_m, clusters_n, cta)
-            # K tiles that passed through the ring before this tile's
-            passed = (visit * self.teams + team) * k_tiles
-            if cutlass.const_expr(config.split == 1):
-                staged = begin(tile_m, tile_n, visit)
-                self.mainloop((first_mma, tiled_mma), acc, frag_a, frag_b, ring, passed, k_tiles, team)
-                finish(acc, staged, tile_m, tile_n, visit, partials)
-            else:
-                self.mainloop((first_mma, tiled_mma), acc, frag_a, frag_b, ring, passed, k_tiles, team)
-                tile = (
-                    (index // config.split) * (config.cluster[0] * config.cluster[1])
-                    + cta[1] * config.cluster[0]
-                    + cta[0]
-                )
-                part, thread = index % config.split, cute.arch.thread_idx()[0] % (self.team_warps * 32)
-                flags = storage.flags.data_ptr().toint()
-                if gather(self, acc, shares[0], shares[1], flags, tile, part, team, thread):
-                    staged = begin(tile_m, tile_n, finished)
+        visit, finished = Int32(team), Int32(0)
+        while visit < items:
+            item = item_of(visit)
+            tile_m, tile_n = self.tile_of(item.tile, clusters_m, clusters_n, cta)
+            if cutlass.const_expr(config.split > 1):
+                self.mainloop((first_mma, tiled_mma), acc, frag_a, frag_b, ring, item.passed, item.steps, team)
+                index = cute.arch.block_idx()[2] + visit * cute.arch.grid_dim()[2]
+                tile, part = self.tile_in_workspace(item.tile, cta), index % config.split
+                if gather(self, acc, shares, flags, tile, part, config.split, config.split, team, thread):
+                    request(tile_m, tile_n)
+                    staged = begin(tile_m, tile_n)
                     finish(acc, staged, tile_m, tile_n, finished, partials)
                     finished += 1
-            index += self.teams * step
-            visit += 1
+            elif cutlass.const_expr(config.balanced):
+                is_done = Boolean(item.is_whole)
+                if is_done:
+                    request(tile_m, tile_n)
+                staged = begin(tile_m, tile_n)
+                self.mainloop((first_mma, tiled_mma), acc, frag_a, frag_b, ring, item.passed, item.steps, team)
+                if not_(item.is_whole):
+                    part = part_of(visit)
+                    tile = self.tile_in_workspace(part.tile, cta)
+                    is_done = gather(
+                        self, acc, shares, flags, tile, part.place, part.parts, slots(numbers[1]), team, thread
+                    )
+                    if is_done:
+                        request(tile_m, tile_n)
+                if is_done:
+                    finish(acc, staged, tile_m, tile_n, finished, partials)
+                    finished += 1
+            else:
+                request(tile_m, tile_n)
+                staged = begin(tile_m, tile_n)
+                self.mainloop((first_mma, tiled_mma), acc, frag_a, frag_b, ring, item.passed, item.steps, team)
+                finish(acc, staged, tile_m, tile_n, finished, partials)
+                finished += 1
+            visit += self.teams
         if cutlass.const_expr(len(self.stores) > 0):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def tile_in_workspace(self, tile: Int32, cta: Any) -> Int32:
+        """Index of this CTA's tile among the tiles of clusters that meet in the workspace."""
+        cluster_m, cluster_n = self.config.cluster
+        return tile * (cluster_m * cluster_n) + cta[1] * cluster_m + cta[0]
 
     @cute.jit
     def mainloop(

@@ -42,6 +42,7 @@ class Config:
         store_stages: sub-tiles of tile outputs in flight per warp (0 where there are none).
         raster: clusters of one group along N, for L2 locality.
         split: parts of K that are multiplied apart and added by the last that is done; see `gather`.
+        balanced: the tiles of the last wave are divided along K among all multiprocessors; see `balance`.
         prefetch: tile inputs are brought into L2 before the tile's mainloop, all of them.
         streams: tiles that leave L2 before others: `none`, `inputs`, or `all`, outputs too.
         panel: bytes of a row, at most, of the pieces in which shared memory holds tiles of which a lane has 8 bytes at
@@ -63,6 +64,12 @@ class Config:
     streams: str = "none"
     panel: int = 128
     a_rows: int = 0
+    balanced: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        """Tiles may come in parts: the kernel has a workspace and counters."""
+        return self.split > 1 or self.balanced
 
 
 @attrs.frozen

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import attrs
 
-from codalang.lower import plan
+from codalang.lower import balance, plan
 from codalang.lower.plan import SMEM_CAPACITY, SMS, Tiling, ring_stage_bytes, shared_bytes
 from codalang.lower.spec import K_TILE, PLAIN, Config, KernelSpec
 
@@ -66,7 +66,7 @@ def choose(spec: KernelSpec, m: int, n: int, k: int) -> Config:
 
     Raises CodaUnsupportedError where the epilogue's slabs fit in no tiling.
     """
-    usual = plan.choose(spec, m, n, k)
+    usual = balance.choose(spec, m, n, k)
     if min(m, n) > SHORT and tiles(usual, m, n) >= SMS:
         return usual
     found = min(candidates(spec, m, n, k), key=lambda c: cycles(spec, c, m, n, k), default=usual)
