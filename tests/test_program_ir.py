@@ -111,6 +111,7 @@ def chain(**scalars: object) -> Program:
         (float("inf"), "inf"),
         (float("nan"), "nan"),
         (D, "D"),
+        (D / 2, "D / 2"),
         (D * 3 / 2, "3 * D / 2"),
         (T * D - F * 2 + 1, "D * T - 2 * F + 1"),
         (F * -1, "-F"),
@@ -334,6 +335,19 @@ def _wide() -> Program:
 
 FAULTS = {
     "cannot name a program": lambda: attrs.evolve(chain(), name="let"),
+    "`exp` is a function of the language": lambda: attrs.evolve(chain(), name="exp"),
+    "`Z` is no dimension of `chain`, which has T, D, F": lambda: changed(inputs=(("r", "r"), ("s", Dim.of("Z")))),
+    "`Y` is no dimension": lambda: changed(extents=(T, Dim.of("Y"))),
+    "`T` is a dimension, hence a scalar": lambda: exponential(
+        expression=attrs.evolve(
+            exponential().statements[0].expression,  # type: ignore[union-attr]
+            params=tuple(attrs.evolve(p, name="T") for p in exponential().statements[0].expression.params),  # type: ignore[union-attr]
+            nodes=tuple(
+                attrs.evolve(n, attr="T") if n.op == "param" else n
+                for n in exponential().statements[0].expression.nodes  # type: ignore[union-attr]
+            ),
+        )
+    ),
     "cannot name a parameter": lambda: two_params(ProgramParam("1", TensorType((T,)))),
     "cannot name a dimension": lambda: two_params(ProgramParam("x", TensorType((Dim.of("return"),)))),
     "cannot name a value": lambda: attrs.evolve(changed(results=("a b", None)), results=("a b",)),

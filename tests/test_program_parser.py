@@ -19,6 +19,7 @@ from codalang.ir.dims import Dim
 from codalang.ir.module import Module
 from codalang.ir.printer import print_module, print_program
 from codalang.ir.program import Apply, Matmul, Product, Program, TensorType, Vector
+from codalang.ir.simplify_program import simplify_program
 from codalang.ir.types import Dtype
 from codalang.ir.verify_program import verify_program
 from codalang.parser import format_source, parse, read_source
@@ -250,6 +251,11 @@ def test_values_are_read_in_the_order_of_their_first_use() -> None:
     assert statement.length == T
 
 
+def test_values_may_have_names_of_functions_and_of_the_ir() -> None:
+    body = ["exp = exp(One + Length)", "sum = sum(exp)", "return (exp, sum)"]
+    assert lines("\n".join(body), "One: [T], Length: [T]") == body
+
+
 def test_constants_and_copies() -> None:
     assert lines("a = 2\nb = D\nc = r\nd = s\nreturn (a, b, c, d)") == [
         "a = 2",
@@ -468,11 +474,13 @@ fn g(x) = x
 
 
 def seconds(text: str) -> float:
-    """How much processor time it takes to parse, print and format a text."""
+    """How much processor time it takes to parse, print, simplify, verify and format a text."""
     start = time.process_time()
     try:
         module = parse(text)
         print_module(module)
+        for made in module.programs.values():
+            verify_program(simplify_program(made))
     except CodaError:
         pass
     format_source(text)

@@ -34,7 +34,7 @@ from codalang.ir.program import (
     Value,
     Vector,
 )
-from codalang.ir.types import Dtype, Kind, ValueType, register_dtype, row
+from codalang.ir.types import SCALAR, Dtype, Kind, ValueType, register_dtype, row
 
 # Ops that are not elementwise: no auxiliary step has them.
 NOT_ELEMENTWISE = frozenset({"even", "odd", "join", "row_index", "col_index", "group_sum", "group_max"})
@@ -161,6 +161,9 @@ class ProgramBuilder:
         places = places or {}
         expression = elementwise(expression, loc)
         read = [p for p in expression.params if p.name in self.types or p.name not in self._dims]
+        for param in expression.params:
+            if param.name not in self.types and param.name in self._dims and param.type != SCALAR:
+                raise CodaTypeError(f"`{param.name}` is a dimension, hence a scalar where it is read", loc)
         for param in read:
             self._check_read(param, places.get(param.name, loc))
         vectors = [p.name for p in read if p.type.kind is Kind.ROW]
@@ -201,6 +204,13 @@ class ProgramBuilder:
     def is_dim(self, name: str) -> bool:
         """True for a dimension name of some parameter."""
         return name in self._dims
+
+    def check_extent(self, value: Value | None, loc: Loc | None) -> None:
+        """Raise CodaNameError where a value is an extent of a name that is no dimension of this program."""
+        for name in sorted(value.names) if isinstance(value, Dim) else ():
+            if name not in self._dims:
+                dims = ", ".join(self._dims) or "none"
+                raise CodaNameError(f"`{name}` is no dimension of `{self.name}`, which has {dims}", loc)
 
     def product(self, matmul: Matmul, loc: Loc | None = None) -> tuple[Dim, Dim]:
         """Rows and columns of a matmul.  Raises CodaTypeError where an operand is no matrix, or K differs."""
@@ -340,6 +350,8 @@ class _Operands:
         if self.given is not None and len(self.given) != count:
             dims = ", ".join(self.epilogue.dims)
             raise CodaTypeError(f"`{self.epilogue.name}` has extents [{dims}], got {len(self.given)}", self.loc)
+        for extent in self.given or ():
+            self.builder.check_extent(extent, self.loc)
         self.extents = [None] * count if self.given is None else list(self.given)
         self.source = [("", ())] * count
 
@@ -350,6 +362,7 @@ class _Operands:
         if not isinstance(value, str):
             if kind is not Kind.SCALAR:
                 raise CodaTypeError(f"{shown}, got the number {value}", loc)
+            builder.check_extent(value, loc)
             self._check_number(param, value, loc)
             return
         have = builder.type_of(value, loc)

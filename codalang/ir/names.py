@@ -12,8 +12,12 @@ from collections.abc import Iterable
 from codalang.ir.types import Dims
 
 KEYWORDS = frozenset(
-    "fn precise epilogue program import let store reduce state save recompute return and or not true false inf nan".split()
+    "fn precise epilogue program import let store reduce state save recompute return".split()
+    + "and or not true false inf nan".split()
 )
+
+# What only the language's own functions are called, beside the ops: no `fn` and no program.
+FUNCTIONS = frozenset("neg i32 split rotate sum".split())
 
 # `let (even, _) = split(x)` names no second half.
 DISCARD = "_"

@@ -15,7 +15,7 @@ from codalang.ir.builtin_states import BUILTIN_STATES
 from codalang.ir.epilogue import Epilogue, Output, Param, Reduce, State, Store
 from codalang.ir.graph_text import GraphText, print_number
 from codalang.ir.module import Module
-from codalang.ir.names import DISCARD, Namer, default_dims
+from codalang.ir.names import DISCARD, FUNCTIONS, Namer, default_dims
 from codalang.ir.ops import OPS
 from codalang.ir.program import Program
 from codalang.ir.program_text import program_text
@@ -23,9 +23,6 @@ from codalang.ir.states import Function, Named, StateDef
 from codalang.ir.types import Dtype, show_shape
 
 __all__ = ["print_epilogue", "print_module", "print_number", "print_program", "print_state"]
-
-# Words that no `fn` can be called.
-_FUNCTIONS = frozenset({*OPS, "neg", "i32", "split", "rotate", "sum"})
 
 INDENT = "    "
 LINE_WIDTH = 110
@@ -66,7 +63,7 @@ def _print(states: Mapping[str, StateDef], epilogues: Sequence[Epilogue], progra
     taken |= set(called.values())
     used = dict.fromkeys(s.definition for e in epilogues for s in e.states)
     known = {d: d.name for d in used if BUILTIN_STATES.get(d.name) == d and d.name not in taken | states.keys()}
-    namer = Namer(taken | set(known.values()) | _FUNCTIONS)
+    namer = Namer(taken | set(known.values()) | FUNCTIONS | OPS.keys())
     printed = {namer.fresh(name): definition for name, definition in states.items()}
     names = known | {definition: name for name, definition in reversed(printed.items())}
     for definition in used:

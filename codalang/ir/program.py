@@ -90,7 +90,7 @@ class ProgramParam:
     name: str
     type: TensorType
     dtype: str | None = None
-    default: float | None = None
+    default: float | None = attrs.field(default=None, eq=repr)  # compared as written: 0.0 is not -0.0
     loc: Loc | None = attrs.field(default=None, eq=False, repr=False)
 
 

@@ -10,7 +10,8 @@ from codalang.errors import CodaError, CodaNameError, CodaTypeError, Loc
 from codalang.ir.build_program import ProgramBuilder, elementwise
 from codalang.ir.dims import Dim
 from codalang.ir.epilogue import Epilogue, Reduce, State
-from codalang.ir.names import is_name
+from codalang.ir.names import FUNCTIONS, is_name
+from codalang.ir.ops import OPS
 from codalang.ir.program import Apply, Matmul, Product, Program, ProgramParam, Statement, TensorType, Vector
 from codalang.ir.types import PARAM_DTYPES, Dtype, Kind, register_dtype
 from codalang.ir.verify import verify
@@ -19,6 +20,8 @@ from codalang.ir.verify import verify
 def verify_program(program: Program) -> None:
     """Raise CodaNameError or CodaTypeError for the first fault."""
     _check_name(program.name, "a program", program.loc)
+    if program.name in FUNCTIONS or program.name in OPS:
+        raise CodaNameError(f"`{program.name}` is a function of the language, and cannot name a program", program.loc)
     builder = ProgramBuilder(program.name, program.loc)
     for param in program.params:
         _check_param(param)

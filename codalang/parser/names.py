@@ -149,8 +149,8 @@ class _Names:
             raise self._twice("", name, defined[name.text].name.span)
         self._not_discard(name)
         defined[name.text] = definition
-        is_function = isinstance(definition, syntax.Function)
-        if is_function and (name.text in BUILTINS or name.text in _ADVICE):
+        is_called = isinstance(definition, syntax.Function | syntax.Program)
+        if is_called and (name.text in BUILTINS or name.text in _ADVICE):
             raise CodaNameError(
                 f"`{name.text}` is a function of the language", self.file.locate(name.span), hint="rename it"
             )
