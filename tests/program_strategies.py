@@ -171,12 +171,18 @@ class _Draft:
         for _ in range(self.draw(st.integers(0, 3))):
             options = [self.pick(same), *([self.pick(scalars)] if scalars else [])]
             other = read(options[self.draw(st.integers(0, len(options) - 1))])
-            op = self.draw(st.sampled_from(["mul", "add", "sub", "rsqrt", "extent"]))
+            op = self.draw(st.sampled_from(["mul", "add", "sub", "rsqrt", "extent", "where", "max", "sigmoid", "stop"]))
+            if op == "where":
+                mask = builder.op("lt", total, other)
+                total = builder.op("where", mask, builder.op("mul", total, other), builder.op("abs", other))
+                continue
+            if op in ("sigmoid", "stop"):
+                other = builder.op("sigmoid" if op == "sigmoid" else "stop_gradient", other)
             if op == "rsqrt":
                 other = builder.op("rsqrt", builder.op("add", builder.op("mul", other, other), builder.const(0.5)))
             if op == "extent":
                 other = builder.op("div", other, builder.extent(Dim.of("P")))
-            total = builder.op(op if op in ("mul", "add", "sub") else "mul", total, other)
+            total = builder.op(op if op in ("mul", "add", "sub", "max") else "mul", total, other)
         name = self.fresh("v")
         how = self.draw(st.sampled_from([None, None, "sum", "max", "min"]))
         if how in ("max", "min"):  # ties are met with probability zero

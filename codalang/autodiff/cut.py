@@ -49,14 +49,15 @@ class Kept:
     store: Fraction = Fraction(0)
     dtype: str | None = None
     memory: Fraction | None = None  # None: what it stores
+    price: int = 0  # of a unit kept, in units moved
 
     capacity: int = attrs.field(init=False, repr=False)
 
     @capacity.default
     def _cost(self) -> int:
-        """The cost as one integer: bytes moved, then extra memory kept."""
+        """The cost as one integer: bytes moved, and the price of those kept, then extra memory kept."""
         memory = self.store if self.memory is None else self.memory
-        return int(_SCALE * (self.load + self.store)) * _TRAFFIC + int(_SCALE * memory)
+        return int(_SCALE * (self.load + self.store + self.price * memory)) * _TRAFFIC + int(_SCALE * memory)
 
 
 def units(width: Fraction | None, dtype: str | None) -> Fraction:

@@ -29,12 +29,14 @@ class Surroundings:
         unstored: outputs that nobody reads, hence need not be stored.
         again: outputs that the backward is to store again: they are needed, and not kept.
         nonzero: parameters that are not zero.
+        price: what keeping a byte that would not be kept otherwise costs, in bytes moved.
     """
 
     dear: frozenset[Load] = frozenset()
     unstored: frozenset[Load] = frozenset()
     again: tuple[str, ...] = ()
     nonzero: frozenset[str] = frozenset()
+    price: int = 0
 
 
 ALONE = Surroundings()

@@ -22,7 +22,7 @@ from codalang.autodiff.graph import Expr, Graph
 from codalang.autodiff.names import Names
 from codalang.autodiff.save import not_kept, select
 from codalang.autodiff.seeds import EXACT, Result, Results, transform_of
-from codalang.errors import CodaCallError
+from codalang.errors import CodaCallError, CodaUnsupportedError
 from codalang.ir.build import canonical
 from codalang.ir.epilogue import Epilogue, Node, Output, Param, Reduce, State, Store
 from codalang.ir.infer import infer
@@ -38,6 +38,7 @@ def derive(
     hosted: bool = False,
     kept: Collection[Load] | None = None,
     around: Surroundings = ALONE,
+    budget: float | None = None,
 ) -> Derivative:
     """Derive an epilogue's backward.
 
@@ -50,11 +51,45 @@ def derive(
         kept: what the backward may load beside cotangents, where the forward has run already ("param" and "output");
             nothing is saved then.  Default: whatever moves the fewest bytes, saving included.
         around: what the program around it does with its values.
+        budget: bytes per element of [M, N] that the forward may keep beyond its outputs.  What moves the fewest bytes
+            is then traded for what keeps fewer, at the least price of a byte kept, in bytes moved, that does it.
 
     Raises:
         CodaCallError: `wrt` or `cotangents` has a name that the epilogue has not.
-        CodaUnsupportedError: a cotangent arrives at a stateful transform without a `vjp`, or `kept` is not enough.
+        CodaUnsupportedError: a cotangent arrives at a stateful transform without a `vjp`, or `kept` or the budget is
+            not enough.
     """
+    if budget is None:
+        return _derived(epilogue, wrt, cotangents, share, hosted, kept, around)
+    found = []
+    for price in PRICES:
+        dearer = attrs.evolve(around, price=price)
+        derivative = _derived(epilogue, wrt, cotangents, share, hosted, kept, dearer)
+        found.append(2 * sum((d.store for d in derivative.plan), Fraction(0)))
+        if found[-1] <= budget:
+            return derivative
+    raise CodaUnsupportedError(
+        f"the backward of `{epilogue.name}` keeps {float(min(found)):g} bytes per element at the least, which is more "
+        f"than the budget of {budget:g}",
+        epilogue.loc,
+        hint="a matmul's result is not computed again: keep it, or host the epilogue on a tensor that is kept anyway",
+    )
+
+
+# What a byte kept may cost, in bytes moved, before a budget is given up.
+PRICES = (0, 1, 2, 4, 8, 16, 1024)
+
+
+def _derived(
+    epilogue: Epilogue,
+    wrt: Collection[str] | None,
+    cotangents: Collection[str] | None,
+    share: bool,
+    hosted: bool,
+    kept: Collection[Load] | None,
+    around: Surroundings,
+) -> Derivative:
+    """See `derive`."""
     wanted = _checked(epilogue, "wrt", wrt, [p.name for p in epilogue.params])
     present = _checked(epilogue, "cotangents", cotangents, [o.name for o in epilogue.outputs])
     names = Names(epilogue)

@@ -131,7 +131,7 @@ class Emission:
         self.accumulated(arrived, len(arrived.pending), shape, wanted)
         if (single := arrived.single) is not None and self.forms[single] is Form.MATRIX:
             return single
-        epilogue, inputs = self._sum("add", None, arrived.loaded)
+        epilogue, inputs = self._sum("add_tiles", None, arrived.loaded)
         host = None
         if epilogue.accumulator is not None:
             value = inputs.pop(epilogue.params[0].name)

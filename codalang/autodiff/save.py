@@ -183,6 +183,7 @@ def _ways(
             options.append(attrs.evolve(_loading("output", undone[index].store, around), how=INVERTED))
         if kept is not None:
             options = [o for o in options if o.name is not None and _source(o) in kept]
+        options = [attrs.evolve(o, price=around.price) for o in options]
         if options:
             ways[index] = min(options, key=lambda way: way.capacity)
     return ways
