@@ -69,6 +69,20 @@ def test_simplified_programs_compute_the_same(program: Program, seed: int) -> No
         torch.testing.assert_close(got[name], value, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
+@given(programs(), st.integers(0, 2**20))
+@settings(max_examples=15)
+def test_simplified_derivatives_compute_the_same(program: Program, seed: int) -> None:
+    backward = derive_program(program).backward
+    simple = simplify_program(backward)
+    verify_program(simple)
+    round_trip(simple)
+    inputs = inputs_for(backward, seed)
+    wanted, got = reference.run(backward, inputs), reference.run(simple, inputs)
+    assert wanted.keys() == got.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_examples_round_trip(path: Path) -> None:
     module = parse(read_source(path))
