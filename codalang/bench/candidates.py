@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import attrs
 
 from codalang.ir.types import Kind
-from codalang.lower import plan, split
+from codalang.lower import balance, plan, split
 from codalang.lower.spec import Config, KernelSpec
 
 # (tile, cluster, ping-pong)
@@ -55,14 +55,17 @@ def all_for(spec: KernelSpec, m: int, n: int, k: int) -> list[Config]:
     heuristic = split.choose(spec, m, n, k)
     few_tiles = min(m, n) <= split.SHORT or split.tiles(heuristic, m, n) < plan.SMS
     others: Iterable[Config] = itertools.chain(split.candidates(spec, m, n, k) if few_tiles else (), large(spec))
-    kept = (c for c in others if plan.registers(spec, c) <= plan.CONSUMER_REGISTERS)
-    return list(dict.fromkeys([heuristic, *kept]))
+    kept = [c for c in others if plan.registers(spec, c) <= plan.CONSUMER_REGISTERS]
+    kept.insert(0, attrs.evolve(heuristic, balanced=False))
+    saving = (c for c in kept if c.tile == balance.TILE and not c.ping_pong and c.split == 1)
+    balanced = [attrs.evolve(c, balanced=True) for c in saving if balance.saved(c, m, n, k) > 0]
+    return list(dict.fromkeys([heuristic, *kept, *balanced]))
 
 
 def short(config: Config) -> str:
     """A configuration in a few words."""
     schedule = "pp" if config.ping_pong else "co"
-    parts = f" split {config.split}" if config.split > 1 else ""
+    parts = f" split {config.split}" if config.split > 1 else " balanced" if config.balanced else ""
     return (
         f"{config.tile[0]}x{config.tile[1]} {schedule} cluster {config.cluster} stages {config.stages} "
         f"sub {config.subtile} load {config.load_stages} store {config.store_stages}{parts}"
