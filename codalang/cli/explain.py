@@ -45,6 +45,9 @@ def add_commands(commands: Any) -> None:
             f"--{name}", type=_size, default=default, help=f"of an epilogue's matmul (default: {usual})"
         )
     add_sizes(explain, "--dims", help="of a program's dimensions; bytes are polynomials of those that are not given")
+    explain.add_argument(
+        "--budget", type=float, metavar="BYTES", help="per element that an epilogue may keep beyond its outputs"
+    )
     explain.set_defaults(command=run_explain)
 
 
@@ -83,7 +86,7 @@ def _explain_program(program: Program, sizes: dict[str, int], dtype: str) -> dic
 
 def _explain(epilogue: Epilogue, options: argparse.Namespace) -> dict[str, Any]:
     try:
-        derivative = derived(epilogue)
+        derivative = derived(epilogue, budget=options.budget)
     except CodaError as error:  # not differentiable: the forward is explained all the same
         return {"name": epilogue.name, "forward": _forward(simplify(epilogue), options), "backward": None,
                 "no_backward": error.message, "kept": []}  # fmt: skip

@@ -196,9 +196,14 @@ def print_programs(programs: Sequence[Program]) -> str:
     return print_module(Module(Source("<derived>", ""), taken, own, programs={p.name: p for p in renamed}))
 
 
-def derived(epilogue: Epilogue, wrt: list[str] | None = None, cotangents: list[str] | None = None) -> Derivative:
+def derived(
+    epilogue: Epilogue,
+    wrt: list[str] | None = None,
+    cotangents: list[str] | None = None,
+    budget: float | None = None,
+) -> Derivative:
     """The derivative of the simplified epilogue."""
-    return derive(simplify(epilogue), wrt=wrt, cotangents=cotangents)
+    return derive(simplify(epilogue), wrt=wrt, cotangents=cotangents, budget=budget)
 
 
 def _describe_program(program: Program, derivative: ProgramDerivative) -> dict[str, Any]:
