@@ -21,7 +21,7 @@ import gc
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -39,7 +39,7 @@ import codalang  # noqa: E402
 from codalang.bench.report import aligned  # noqa: E402
 from codalang.bench.timing import Timing, interleaved  # noqa: E402
 from codalang.lower.folded import Matrix  # noqa: E402
-from codalang.torch import execute, program_step  # noqa: E402
+from codalang.torch import execute, program_plan, program_step  # noqa: E402
 
 Row = dict[str, object]
 Call = Callable[[], object]
@@ -275,17 +275,19 @@ Recorded = tuple[execute.Job, list[object]]
 def recorded_steps() -> Iterator[list[Recorded]]:
     """Within it, the steps of every program that runs, with the tensors that they are given."""
     steps: list[Recorded] = []
-    real = program_step.execute
+    real, possible = program_step.execute, program_plan.kernels_possible
 
-    def record(job: execute.Job, values: list[object], out: object = None) -> list[Tensor]:
-        steps.append((job, list(values)))
-        return real(job, values)  # never in place: what is recorded must stay as it is
+    def record(job: execute.Job, values: list[object], out: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+        overwritten = {id(tensor) for tensor in (out or {}).values()}
+        steps.append((job, [v.clone() if id(v) in overwritten else v for v in values]))
+        return real(job, values, out)
 
     program_step.execute = record  # type: ignore[assignment]
+    program_plan.kernels_possible = lambda device: False  # launches that are remembered would not be seen
     try:
         yield steps
     finally:
-        program_step.execute = real
+        program_step.execute, program_plan.kernels_possible = real, possible
 
 
 def step_rows(name: str, options: argparse.Namespace) -> Iterator[Row]:
