@@ -9,6 +9,8 @@
 | chip with a thick border  | a result                                                               |
 | chip in orange            | a value that the forward keeps for the backward                        |
 
+Scalars that have a default are in the texts of the steps that read them.
+
 The SVG needs no other file, and no script.
 """
 
@@ -127,7 +129,8 @@ def _boxes(panel: Panel) -> dict[str, _Box]:
     """Values are named as they are, statements by their number; every box stands after what leads to it."""
     program = panel.program
     read = {name for work in panel.works for name in work.operands + work.loads} | set(program.results)
-    boxes = {p.name: _chip(panel, p.name, "chip weight") for p in program.params if p.name in read}
+    params = [p.name for p in program.params if p.name in read and not _is_left_out(panel, p.name)]
+    boxes = {name: _chip(panel, name, "chip weight") for name in params}
     for number, (statement, work) in enumerate(zip(program.statements, panel.works, strict=True)):
         boxes[f"#{number}"] = _statement(panel, statement, work, panel.steps[number])
         boxes |= {name: _chip(panel, name, "chip") for name in work.stores}
@@ -137,9 +140,15 @@ def _boxes(panel: Panel) -> dict[str, _Box]:
 def _edges(panel: Panel) -> list[tuple[str, str]]:
     edges = []
     for number, work in enumerate(panel.works):
-        edges += [(name, f"#{number}") for name in dict.fromkeys(work.operands + work.loads)]
+        read = [name for name in work.operands + work.loads if not _is_left_out(panel, name)]
+        edges += [(name, f"#{number}") for name in dict.fromkeys(read)]
         edges += [(f"#{number}", name) for name in work.stores]
     return edges
+
+
+def _is_left_out(panel: Panel, name: str) -> bool:
+    """A scalar with a default, such as `eps`, is read in many places, and the steps' texts name it."""
+    return any(p.name == name and p.default is not None for p in panel.program.params)
 
 
 def _chip(panel: Panel, name: str, style: str) -> _Box:
