@@ -69,7 +69,7 @@ class Size:
 
 SIZES = {
     "test": Size(2, 32, 4, 2, 4, 48, 2, 24, 6, 3e-3, torch.float32, "cpu"),
-    "cpu": Size(3, 128, 4, 2, 16, 352, 4, 128, 200, 2e-3, torch.float32, "cpu"),
+    "cpu": Size(3, 128, 4, 2, 16, 352, 4, 128, 150, 2e-3, torch.float32, "cpu"),
     "gpu": Size(8, 1024, 16, 4, 32, 2816, 16, 1024, 500, 6e-4, torch.bfloat16, "cuda"),
     "1b": Size(16, 2048, 32, 8, 32, 8192, 4, 2048, 500, 3e-4, torch.bfloat16, "cuda"),
 }

@@ -147,7 +147,9 @@ def _parser() -> argparse.ArgumentParser:
 def add_program(parser: argparse.ArgumentParser) -> None:
     """The arguments PROGRAM, NAME and --json that most commands take."""
     parser.add_argument("program", metavar="PROGRAM", help="a .coda file, - for standard input, or a standard name")
-    parser.add_argument("name", metavar="NAME", nargs="?", help="the epilogue (default: all, or the only one)")
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", help="a program or epilogue in it (default: all programs, or all epilogues)"
+    )
     add_json(parser)
 
 
