@@ -349,6 +349,25 @@ def test_what_is_made_as_a_matrix_and_read_as_a_vector_is_refused() -> None:
         derive_program(turned)
 
 
+def test_names_that_a_derivation_makes_up() -> None:
+    """Values, parameters and dimensions called as what is added would be."""
+    text = """
+import residual
+
+program backward(d_y: [d_x, D], backward: [F, D], x: [d_x, F]) {
+    y = residual(d_y @ backward.T, res = x)
+    d_d_y = residual(y @ backward, res = d_y)
+    return (y, d_d_y)
+}
+"""
+    program = last_program(text)
+    sizes = EXTENTS | {"d_x": 5}
+    inputs = inputs_for(program, 0, sizes)
+    check_gradients(program, inputs, sizes)
+    first, loaded = backward_call(program, inputs, 0)
+    check_gradients(first.backward, loaded, sizes)
+
+
 # ---- against plain torch -------------------------------------------------------------------------------------------
 
 

@@ -63,8 +63,8 @@ def assemble(
     read = {name for statement in statements for name in statement.reads} | set(results)
     forward, saved = _forward(program, walked, kept, read)
     types = replayed(forward).types
-    names = _names(forward, kept, emission, statements, cotangent_of, gradients, read)
-    builder = ProgramBuilder(names["backward"], program.loc)
+    names = _names(forward, emission, statements, cotangent_of, gradients, read)
+    builder = ProgramBuilder(f"{program.name}_backward", program.loc)
     loads: dict[str, Load] = {}
     for param, load in _params(forward, types, kept, saved, cotangent_of, names, read, statements):
         builder.param(param.name, param.type.shape, param.dtype, param.default)
@@ -117,7 +117,6 @@ def _forward(program: Program, walked: Program, kept: Kept, read: set[str]) -> t
 
 def _names(
     forward: Program,
-    kept: Kept,
     emission: Emission,
     statements: Sequence[Statement],
     cotangent_of: Mapping[str, str],
@@ -128,7 +127,7 @@ def _names(
     taken = {p.name for p in forward.params} | set(forward.dims)
     taken |= {name for statement in forward.statements for name in statement.makes}
     namer = Namer(taken)
-    names = {"backward": f"{forward.name}_backward"}
+    names: dict[str, str] = {}
     for name, value in cotangent_of.items():
         if value in read:
             names[value] = namer.fresh(f"d_{name}")

@@ -25,14 +25,14 @@ class Kept:
     Attributes:
         statements: its statements, with what is saved as further results.
         again: value of the forward -> value of the backward that is made again.
-        read_: the values of the forward that the backward reads.
+        needed: the values of the forward that the backward reads.
         storage: value of the forward -> its annotated storage dtype.
     """
 
     def __init__(self, program: Program, types: Mapping[str, TensorType]) -> None:
         self.statements: list[Statement] = list(program.statements)
         self.again: dict[str, str] = {}
-        self.read_: dict[str, None] = {}
+        self.needed: dict[str, None] = {}
         self.types = types
         self._free = {p.name for p in program.params} | set(program.results)
         self._namer = Namer({*types, *program.dims})
@@ -59,12 +59,12 @@ class Kept:
         if name in self.again:
             return self.again[name]
         if name in self.types or name in self.storage:
-            self.read_[name] = None
+            self.needed[name] = None
         return name
 
     def comes_again(self, name: str) -> bool:
         """Will the backward make it again?"""
-        return name in self._late and name not in self.read_
+        return name in self._late and name not in self.needed
 
     def settle(self, name: str) -> None:
         """The backward has passed the statement that makes it: what was not made again is to be kept."""
@@ -86,7 +86,7 @@ class Kept:
         return Surroundings(frozenset(dear), frozenset(unstored), tuple(wanted), frozenset(nonzero))
 
     def _is_dear(self, value: str) -> bool:
-        return value not in self._free and value not in self.read_ and value not in self.again
+        return value not in self._free and value not in self.needed and value not in self.again
 
     def saving(self, index: int, derivative: Derivative) -> dict[str, str]:
         """Have an application store what its backward reads.  Returns the value that each output is."""
