@@ -338,6 +338,25 @@ def test_dimensions_of_a_call_are_solved_for(callee: str, caller: str) -> None:
     assert len(made.statements) == 1
 
 
+def test_what_a_statement_made_has_its_axes_flattened() -> None:
+    text = """
+    program g(x: [B, S, D], gate: [B, D], q: [B, S], w: [F, D]) {
+        y = every(x, gate = gate)
+        z = scale(y @ w.T, r = exp(q) / S)
+        return z
+    }
+
+    program f(x: [N*L, D], e: [F, D], w: [D, F], gate: [N, F], ones: [F], res: [N, L, F]) {
+        (y, _, ss) = norm(x @ e.T, res = res, g = ones)
+        z = g(y, gate, ss, w)
+        return z
+    }
+    """
+    made = parse(text + EPILOGUES).programs["f"]
+    verify_program(made)
+    assert "r = exp(ss) / L\n" in print_program(made)
+
+
 def test_extents_as_numbers_are_those_of_the_caller() -> None:
     text = "program g(x: [T, D], r: [T]) {\n y = r / D + T\n return y\n}\n"
     made = parse(text + "program f(x: [A + B, 3*C/2], r: [A + B]) {\n z = g(x, r)\n return z\n}\n").programs["f"]

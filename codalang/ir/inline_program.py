@@ -1,11 +1,14 @@
 """A call of a program: its statements, with the caller's values and extents in place of parameters and dimensions.
 
-The callee's dimension names are solved for, axis by axis, so that its declared shapes are those of the arguments.
+The callee's dimension names are solved for, axis by axis, so that its declared shapes are those of the arguments.  What
+a statement has made has no more axes than two: as an argument for [B, S, D] it is [B*S, D].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+
+import attrs
 
 from codalang.errors import CodaTypeError, Loc
 from codalang.ir.build_program import ExpressionBuilder, ProgramBuilder
@@ -133,34 +136,70 @@ def _extents(
 ) -> dict[str, Dim]:
     """What each dimension name of the callee is in the caller."""
     unknown = {name: Dim.of(_unknown(name)) for name in program.dims}
-    pending: list[tuple[ProgramParam, int, Dim]] = []
+    pending: list[tuple[_Axis, Dim]] = []
     for param in program.params:
         if param.name in arguments:
-            _check(builder, program, param, arguments[param.name], places.get(param.name, loc))
-            shape = param.type.shape
-            pending += [(param, axis, extent.substitute(unknown)) for axis, extent in enumerate(shape)]
+            axes = _axes(builder, program, param, arguments[param.name], places.get(param.name, loc))
+            pending += [(axis, axis.declared.substitute(unknown)) for axis in axes]
     found: dict[str, Dim] = {}
     while pending:
-        later: list[tuple[ProgramParam, int, Dim]] = []
-        for param, axis, wanted in pending:
-            argument = arguments[param.name]
-            assert isinstance(argument, str)
-            have, extent = builder.types[argument].shape[axis], wanted.substitute(found)
+        later: list[tuple[_Axis, Dim]] = []
+        for axis, wanted in pending:
+            extent = wanted.substitute(found)
             open_ = [name for name in extent.names if name[0] == "?"]
-            if not open_ and extent != have:
-                raise _unfitting(builder, program, param, argument, places.get(param.name, loc), axis, extent)
-            solved = _solve(extent, open_[0], have) if len(open_) == 1 else None
+            if not open_ and extent != axis.have:
+                raise _unfitting(builder, program, axis, extent)
+            solved = _solve(extent, open_[0], axis.have) if len(open_) == 1 else None
             if solved is not None:
                 found[open_[0]] = solved
             elif open_:
-                later.append((param, axis, wanted))
+                later.append((axis, wanted))
         if len(later) == len(pending):
-            param, axis, wanted = later[0]
-            argument = arguments[param.name]
-            assert isinstance(argument, str)
-            raise _unfitting(builder, program, param, argument, places.get(param.name, loc), axis, None)
+            raise _unfitting(builder, program, later[0][0], None)
         pending = later
     return {name: found[_unknown(name)] for name in program.dims}
+
+
+@attrs.frozen
+class _Axis:
+    """An extent that a parameter declares, and what an argument has there; `shown` says what it is."""
+
+    shown: str
+    declared: Dim
+    have: Dim
+    param: ProgramParam
+    argument: str
+    loc: Loc | None
+
+
+def _axes(builder: ProgramBuilder, program: Program, param: ProgramParam, value: Value, loc: Loc | None) -> list[_Axis]:
+    """What is compared of a parameter and its argument: each axis; or, where they have different numbers of axes, what a
+    statement sees of them: rows and columns, or elements.  Raises CodaTypeError where they cannot be compared."""
+    what = f"`{param.name}` of `{program.name}` is {param.type}"
+    notes = ((param.loc, "declared here"),) if param.loc else ()
+    if not isinstance(value, str):
+        if param.type.shape:
+            raise CodaTypeError(f"{what}, got the number {value}", loc, notes=notes)
+        return []
+    declared, have = param.type, builder.type_of(value, loc)
+    if have.dtype is not declared.dtype:
+        raise CodaTypeError(
+            f"{what} of {declared.dtype.value}, and `{value}` holds {have.dtype.value}",
+            loc,
+            notes=(*notes, *builder.notes(value)),
+        )
+
+    def axes(names: Sequence[str], wanted: Sequence[Dim], given: Sequence[Dim]) -> list[_Axis]:
+        return [_Axis(n, w, g, param, value, loc) for n, w, g in zip(names, wanted, given, strict=True)]
+
+    if len(have.shape) == len(declared.shape) and have.pair_axis == declared.pair_axis:
+        return axes([f"axis {axis}" for axis in range(len(have.shape))], declared.shape, have.shape)
+    is_flat = have.pair_axis is None and declared.pair_axis is None and have.shape and declared.shape
+    if is_flat and declared.matrix is not None and have.matrix is not None:
+        return axes(("the number of rows", "the number of columns"), declared.matrix, have.matrix)
+    if is_flat and have.matrix is None:
+        return axes(("the length",), (declared.vector,), (have.vector,))
+    raise CodaTypeError(f"{what}, and `{value}` is {have}", loc, notes=(*notes, *builder.notes(value)))
 
 
 def _unknown(name: str) -> str:
@@ -185,41 +224,13 @@ def _solve(extent: Dim, name: str, have: Dim) -> Dim | None:
     return rest.divide(factor)
 
 
-def _check(builder: ProgramBuilder, program: Program, param: ProgramParam, value: Value, loc: Loc | None) -> None:
-    """Rank and dtype of an argument."""
-    what = f"`{param.name}` of `{program.name}` is {param.type}"
-    notes = ((param.loc, "declared here"),) if param.loc else ()
-    if not isinstance(value, str):
-        if param.type.shape:
-            raise CodaTypeError(f"{what}, got the number {value}", loc, notes=notes)
-        return
-    have = builder.type_of(value, loc)
-    rank = len(have.shape) == len(param.type.shape)
-    if not rank or have.pair_axis != param.type.pair_axis:
-        raise CodaTypeError(f"{what}, and `{value}` is {have}", loc, notes=(*notes, *builder.notes(value)))
-    if have.dtype is not param.type.dtype:
-        raise CodaTypeError(
-            f"{what} of {param.type.dtype.value}, and `{value}` holds {have.dtype.value}",
-            loc,
-            notes=(*notes, *builder.notes(value)),
-        )
-
-
-def _unfitting(
-    builder: ProgramBuilder,
-    program: Program,
-    param: ProgramParam,
-    argument: str,
-    loc: Loc | None,
-    axis: int,
-    extent: Dim | None,
-) -> CodaTypeError:
-    declared, have = param.type.shape[axis], builder.types[argument].shape[axis]
+def _unfitting(builder: ProgramBuilder, program: Program, axis: _Axis, extent: Dim | None) -> CodaTypeError:
+    declared = axis.declared
     needs = f"needs {str(extent).replace('?', '')}" if extent is not None else f"declares {declared}"
     return CodaTypeError(
-        f"axis {axis} of `{argument}` is {have} where `{program.name}` {needs}"
+        f"{axis.shown} of `{axis.argument}` is {axis.have} where `{program.name}` {needs}"
         + (f", its {declared}" if extent is not None and str(extent) != str(declared) else ""),
-        loc,
-        notes=(*(((param.loc, "declared here"),) if param.loc else ()), *builder.notes(argument)),
+        axis.loc,
+        notes=(*(((axis.param.loc, "declared here"),) if axis.param.loc else ()), *builder.notes(axis.argument)),
         hint=None if extent is not None else f"the arguments do not say what the names in {declared} are",
     )
