@@ -173,8 +173,8 @@ class _Axis:
 
 
 def _axes(builder: ProgramBuilder, program: Program, param: ProgramParam, value: Value, loc: Loc | None) -> list[_Axis]:
-    """What is compared of a parameter and its argument: each axis; or, where they have different numbers of axes, what a
-    statement sees of them: rows and columns, or elements.  Raises CodaTypeError where they cannot be compared."""
+    """What is compared of a parameter and its argument: each axis; or, where they have different numbers of axes, what
+    a statement sees of them: rows and columns, or elements.  Raises CodaTypeError where they cannot be compared."""
     what = f"`{param.name}` of `{program.name}` is {param.type}"
     notes = ((param.loc, "declared here"),) if param.loc else ()
     if not isinstance(value, str):
