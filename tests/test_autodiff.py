@@ -1185,3 +1185,14 @@ def test_expressions_simplify_to_what_one_would_write() -> None:
     assert graph.nodes[graph.op("mul", zero, x)].op == "mul"
     assert graph.nodes[graph.op("sub", x, x)].op == "sub"
     assert graph.nodes[graph.op("div", x, x)].op == "div"
+
+
+def test_a_mask_that_comes_first_is_no_accumulator() -> None:
+    """No matmul computes a mask or indices: they are loaded like any other input."""
+    for dtype, condition in (("bool", "first"), ("i32", "first == 1")):
+        body = f"store y: tile[M, N] = where({condition}, x, 2 * x)"
+        epilogue = parse(f"epilogue e(first: tile[M, N]: {dtype}, x: tile[M, N]) {{ {body} }}").epilogues["e"]
+        assert epilogue.accumulator is None
+        for cotangents in (None, set()):
+            derivative = derive(epilogue, cotangents=cotangents)
+            assert not derivative.saved and derivative.gradients["first"] is None

@@ -147,7 +147,7 @@ def _folded(partial: Any, values: list[torch.Tensor]) -> list[torch.Tensor]:
     carried = tuple(_constant(v)[0].expand(elements[0].shape[1:]) for v in partial.fold.initial)
     for element in zip(*elements, strict=True):
         carried = tuple(c[0] for c in partial.fold.update(*((c,) for c in carried), *((e,) for e in element)))
-    return [r[0] for r in partial.fold.finalize(*((c,) for c in carried))][: len(partial.names)]
+    return [r[0] for r in partial.fold.finalize(*((c,) for c in carried))]
 
 
 def run_generated(source: str, spec: KernelSpec, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -174,9 +174,10 @@ def run_generated(source: str, spec: KernelSpec, inputs: dict[str, torch.Tensor]
     for vector, value in zip(body.VECTORS, vectors, strict=True):
         whole = host.columns(value, vector.registers)
         outputs[vector.name] = {"col": whole[:, 0], "row": whole[0], "scalar": whole[0, 0]}[vector.kind]
-    for partial, values in zip(body.PARTIALS, reduced, strict=True):
+    for group, partial, values in zip(folds(epilogue), body.PARTIALS, reduced, strict=True):
         results = _folded(partial, [host.columns(v, partial.registers) for v in values])
-        outputs |= dict(zip(partial.names, results, strict=False))
+        assert partial.names == tuple(output.name for output in group)
+        outputs |= {o.name: results[o.result if isinstance(o, State) else 0] for o in group}
     return outputs
 
 

@@ -14,7 +14,7 @@ A node is one of
     const            attr = a float, an int (i32), or a bool
     any op of ops.OPS
 
-The first parameter is the accumulator of the matmul that hosts the epilogue, if it is a tile.  An epilogue without
+The first parameter is the accumulator of the matmul that hosts the epilogue, if it is a tile of numbers.  One without
 one (a derived backward whose cotangents are all vectors) can only run hosted on given dimensions.
 
 The domain of a reduction is the whole [M, w*N] output.  A value that does not vary over a reduced axis is summed as
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from codalang.errors import Loc
-from codalang.ir.types import Dims, Kind, ValueType
+from codalang.ir.types import Dims, Dtype, Kind, ValueType
 
 if TYPE_CHECKING:
     from codalang.ir.states import StateDef
@@ -156,9 +156,10 @@ class Epilogue:
 
     @property
     def accumulator(self) -> Param | None:
-        """The parameter that a hosting matmul computes, or None."""
+        """The parameter that a hosting matmul computes, or None: the first one, if it is a tile of numbers."""
         first = self.params[0] if self.params else None
-        return first if first is not None and first.type.kind is Kind.TILE else None
+        is_one = first is not None and (first.type.kind, first.type.dtype) == (Kind.TILE, Dtype.F32)
+        return first if is_one else None
 
     @property
     def stores(self) -> tuple[Store, ...]:
