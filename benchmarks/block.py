@@ -21,6 +21,7 @@ import gc
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -38,6 +39,7 @@ from torch import Tensor  # noqa: E402
 import codalang  # noqa: E402
 from codalang.bench.report import aligned  # noqa: E402
 from codalang.bench.timing import Timing, interleaved  # noqa: E402
+from codalang.lower import ahead  # noqa: E402
 from codalang.lower.folded import Matrix  # noqa: E402
 from codalang.torch import execute, program_plan, program_step  # noqa: E402
 
@@ -329,7 +331,10 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm()) / norm_of_want if norm_of_want else math.inf
 
 
-def check(name: str, tokens: int = 1024) -> None:
+CHECKED_TOKENS = 1024
+
+
+def check(name: str, tokens: int = CHECKED_TOKENS) -> None:
     """End where the program and PyTorch's block differ by more than rounding."""
     block = make(SIZES[name], tokens=tokens)
     found = []
@@ -339,6 +344,22 @@ def check(name: str, tokens: int = 1024) -> None:
     for index, (one, two) in enumerate(zip(*found, strict=True)):
         if (error := relative_error(one, two)) > 0.03:
             sys.exit(f"result {index} of codalang differs from PyTorch's by {error:.3f}")
+
+
+def compile_kernels(name: str, tokens: int) -> None:
+    """Compile in parallel what the program launches at this size, and say how long it took and what is slow."""
+    begin = time.perf_counter()
+    with ahead.recorded() as specs:
+        for extent in (CHECKED_TOKENS, tokens):
+            block = make(SIZES[name], tokens=extent)
+            with torch.no_grad():
+                ours(block)
+            _both(block, lambda block=block: ours(block))()
+    outcome = ahead.compile_each(specs)
+    print(f"\n{name}: {len(outcome)} kernels compiled in {time.perf_counter() - begin:.0f} s")
+    for spec, compiled in outcome.items():
+        for remark in (*compiled.remarks, *filter(None, [compiled.error])):
+            print(f"  {spec.epilogue.name}: {remark}")
 
 
 def main() -> None:
@@ -361,6 +382,7 @@ def main() -> None:
     }
     print(" ".join(f"{key} {value}" for key, value in report.items()))
     for name in options.sizes:
+        compile_kernels(name, options.tokens)
         check(name)
         for title, found in (("block", rows), ("steps", step_rows)):
             if title == "steps" and not options.steps:

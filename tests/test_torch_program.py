@@ -911,8 +911,8 @@ def test_auxiliary_steps_become_one_and_merge_what_reductions_leave():
     steps = [(job.epilogue.name, len(job.epilogue.outputs), dict(job.parts or {}), job.unmerged) for job, _, _ in ran]
     assert steps == [
         ("both", 4, {}, ("most", "s", "least")),
-        ("vector", 2, {"most": "max", "s": "sum"}, ()),
-        ("vector", 1, {"least": "min"}, ()),
+        ("vector", 2, {"x0": "max", "x2": "sum"}, ()),
+        ("vector", 1, {"x0": "min"}, ()),
         ("scaled", 1, {}, ()),
         ("vector", 1, {}, ()),
     ]
@@ -925,6 +925,16 @@ def test_auxiliary_steps_become_one_and_merge_what_reductions_leave():
         assert ours.dtype is theirs.dtype and ours.shape == theirs.shape and close(ours, truth, 5e-3)
     for name in ("b", "s", "e"):
         assert close(getattr(found, name), exact[function.program.results.index(name)], 1e-5)
+
+
+def test_steps_that_differ_in_names_are_one_kernel():
+    block = codalang.load(EXAMPLES / "llama_block.coda").llama_block_fused
+    shapes = {"y": (9, 8), "x": (9, 8), "w_o": (8, 8), "g_mlp": (8,), "w_gate_up": (2, 6, 8), "w_down": (8, 6)}
+    shapes |= {"g_attention": (8,), "w_qkv": (12, 8), "frequency": (6,)}
+    with recorded() as ran:
+        block(**{n: torch.randn(s) for n, s in shapes.items()}, positions=torch.arange(9))
+    steps = [job.epilogue for job, _, _ in ran if job.parts is not None]
+    assert len(steps) == 2 and steps[0] is steps[1]
 
 
 @pytest.mark.parametrize("how", ["sum", "max", "min"])

@@ -62,3 +62,21 @@ def merged(group: Sequence[Vector], needed: Collection[str], stored: Collection[
 def rows_of(expression: Epilogue) -> tuple[str, ...]:
     """The vectors among its parameters."""
     return tuple(p.name for p in expression.params if p.type.kind is Kind.ROW)
+
+
+def anonymous(expression: Epilogue) -> Epilogue:
+    """The same with names by position: what differs in names only is one kernel, and one object."""
+    called = {param.name: f"x{index}" for index, param in enumerate(expression.params)}
+    renamed = attrs.evolve(
+        expression,
+        params=tuple(attrs.evolve(p, name=called[p.name]) for p in expression.params),
+        nodes=tuple(
+            attrs.evolve(n, hint=None, attr=called[str(n.attr)] if n.op == "param" else n.attr)
+            for n in expression.nodes
+        ),
+        outputs=tuple(attrs.evolve(o, name=f"y{index}") for index, o in enumerate(expression.outputs)),
+    )
+    return _anonymous.setdefault(renamed, renamed)
+
+
+_anonymous: dict[Epilogue, Epilogue] = {}

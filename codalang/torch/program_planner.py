@@ -22,7 +22,7 @@ from codalang.ir.program import Apply, Matmul, Product, Program, Statement, Tens
 from codalang.ir.types import Dtype, Kind, tile
 from codalang.torch.execute import Job
 from codalang.torch.opaque import is_traced
-from codalang.torch.program_auxiliary import is_elementwise, merged, rows_of
+from codalang.torch.program_auxiliary import anonymous, is_elementwise, merged, rows_of
 from codalang.torch.program_call import Shape, extent
 from codalang.torch.program_step import Finish, Known, Placed, Prepare, Setting, Step, Wanted
 from codalang.torch.program_values import made_by, product_of, simplified
@@ -199,8 +199,13 @@ class Planner:
             shape = (length,) if types[output.name].shape else ()
             made.append(self._define(output.name, types[output.name], shape, shape, dtype))
         dtypes = tuple(value.dtype or self.setting.compute for value in made)
-        job = Job(expression, False, 1, length, self.setting.compute, dtypes, parts=parts)
-        self._add(job, arguments, made)
+        run = anonymous(expression)
+        kernel_parts = {
+            kernel.name: parts[param.name]
+            for kernel, param in zip(run.params, expression.params, strict=True)
+            if param.name in parts
+        }
+        self._add(Job(run, False, 1, length, self.setting.compute, dtypes, parts=kernel_parts), arguments, made)
 
     def _note_reductions(self, epilogue: Epilogue, made: Sequence[Known]) -> None:
         """The reductions of the last step that its kernel may leave in parts."""
