@@ -368,7 +368,11 @@ def test_random_programs_on_kernels(program: Program, seed: int) -> None:
                 found += torch.autograd.grad(floats_, leaves, some, allow_unused=True, materialize_grads=True)
         return found
 
-    expected = run()
+    try:
+        expected = run()
+    except CodaCallError as error:  # a reduction, in f32, by a bf16 matrix
+        assert "a matmul takes one dtype" in str(error)
+        return
     with on_kernels():
         found = run()
     for one, two in zip(found, expected, strict=True):
@@ -832,8 +836,13 @@ def test_nothing_is_kept_after_the_backward(m):
 @contextmanager
 def on_kernels() -> Iterator[list[object]]:
     """Calls go through `codalang.lower.run`, as on a Hopper GPU."""
+
+    def takes(job, given, device):
+        operands = [getattr(v, "tensor", v) for v in given[:2]] if job.on_gemm else []
+        return all(t.dtype in (torch.bfloat16, torch.float16) for t in operands)
+
     with pytest.MonkeyPatch.context() as patch, emulated() as specs:
-        patch.setattr(execute, "_takes_kernel", lambda *arguments: True)
+        patch.setattr(execute, "_takes_kernel", takes)
         patch.setattr(program_plan, "kernels_possible", lambda device: True)
         patch.setattr(torch.cuda, "current_device", lambda: None)
         yield specs
