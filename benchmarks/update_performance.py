@@ -1,10 +1,11 @@
 """Writes the figures of docs/performance.md from the files that the measuring commands write: none is typed by hand.
 
-    python benchmarks/update_performance.py [--bench BENCH.json ...] [--search SEARCH.json ...]
+    python benchmarks/update_performance.py [--bench BENCH.json ...] [--search SEARCH.json ...] [--block BLOCK.json]
 
 `--bench` takes reports of `codalang bench --out DIR` (of a workload that several have, the last counts), `--search`
-results of `benchmarks/search_config.py --out DIR`.  They are kept in docs/bench/, with the plots, and the page's blocks
-are made of what is kept there; without arguments they are made again.  A block stands between two comments:
+results of `benchmarks/search_config.py --out DIR`, `--block` that of `benchmarks/block.py --out DIR`.  They are kept in
+docs/bench/, with the plots, and the page's blocks are made of what is kept there, without arguments again.  A block
+stands between two comments:
 
     <!-- figures: NAME -->  ...  <!-- end -->
 """
@@ -18,6 +19,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import attrs
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -81,34 +84,53 @@ def search(rows: Rows) -> str:
     return Table("Speed as a fraction of the bare cuBLAS GEMM's", cells).markdown()
 
 
-def rendered(page: str, found: Report | None, rows: Rows | None) -> str:
+SHARE = "of the GEMMs' speed"
+
+
+def block(kept: dict[str, Any]) -> str:
+    """A Transformer block: each implementation's time, its speed beside the GEMMs alone, and its memory."""
+    cells = [["widths", "work", "", "ms", SHARE, "peak GiB"]]
+    rows = [row for key, found in kept.items() if key.startswith("block ") for row in found]
+    for row in rows:
+        figures = f"{row['ms']:.3f}", f"{row[SHARE]:.3f}", f"{row['peak GiB']:.2f}"
+        cells.append([row["size"], row["work"], row["implementation"], *figures])
+    title = f"{kept['tokens']} tokens, {kept['device']}, torch {kept['torch']}, codalang {kept['codalang']}"
+    return Table(title, cells).markdown()
+
+
+# A block's name -> the kept file that it is made of, and how.
+FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {name: ("bench", make) for name, make in BENCH.items()}
+FIGURES |= {"search": ("search", search), "block": ("block", block)}
+
+
+@attrs.frozen
+class Kept:
+    """What the page is made of, None for what was not measured."""
+
+    bench: Report | None = None
+    search: Rows | None = None
+    block: dict[str, Any] | None = None
+
+
+def rendered(page: str, kept: Kept) -> str:
     """The page with every block made anew.  Raises KeyError for a block of no such name."""
 
-    def block(match: re.Match[str]) -> str:
-        name = match["name"]
-        if name == "search":
-            text = search(rows) if rows else "No search is recorded yet."
-        else:
-            make = BENCH[name]
-            text = make(found) if found else "No run is recorded yet."
-        return f"{match[1]}\n{text}\n\n{match[3]}"
+    def figures(match: re.Match[str]) -> str:
+        file, make = FIGURES[match["name"]]
+        found = getattr(kept, file)
+        return f"{match[1]}\n{make(found) if found else 'Not measured yet.'}\n\n{match[3]}"
 
-    return BLOCK.sub(block, page)
+    return BLOCK.sub(figures, page)
 
 
-def kept_report(folder: Path = KEPT) -> Report | None:
-    """The report that the page shows."""
-    path = folder / "bench.json"
-    return report.from_json(path.read_text()) if path.exists() else None
+def read(folder: Path = KEPT) -> Kept:
+    """What is kept."""
+    texts = {path.stem: path.read_text() for path in folder.glob("*.json")}
+    bench = report.from_json(texts["bench"]) if "bench" in texts else None
+    return Kept(bench, *(json.loads(texts[name]) if name in texts else None for name in ("search", "block")))
 
 
-def kept_search(folder: Path = KEPT) -> Rows | None:
-    """The search that the page shows."""
-    path = folder / "search.json"
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-def keep(bench: list[Path], searches: list[Path], folder: Path = KEPT) -> None:
+def keep(bench: list[Path], searches: list[Path], block: Path | None = None, folder: Path = KEPT) -> None:
     """Keep the files of measuring commands, with the plots."""
     folder.mkdir(parents=True, exist_ok=True)
     if bench:
@@ -119,6 +141,8 @@ def keep(bench: list[Path], searches: list[Path], folder: Path = KEPT) -> None:
     if searches:
         rows = {(row["job"], str(row["config"])): row for path in searches for row in json.loads(path.read_text())}
         (folder / "search.json").write_text(json.dumps(list(rows.values()), indent=1) + "\n")
+    if block:
+        (folder / "block.json").write_text(json.dumps(json.loads(block.read_text()), indent=1) + "\n")
 
 
 def main() -> None:
@@ -126,9 +150,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bench", nargs="+", type=Path, default=[])
     parser.add_argument("--search", nargs="+", type=Path, default=[])
+    parser.add_argument("--block", type=Path)
     options = parser.parse_args()
-    keep(options.bench, options.search)
-    PAGE.write_text(rendered(PAGE.read_text(), kept_report(), kept_search()))
+    keep(options.bench, options.search, options.block)
+    PAGE.write_text(rendered(PAGE.read_text(), read()))
 
 
 if __name__ == "__main__":

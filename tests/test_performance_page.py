@@ -24,15 +24,33 @@ SEARCH = [
     {"job": "swiglu 8B 8192", "config": "heuristic", "short": "128x256 co", "ratio": 0.985},
 ]
 
+BLOCK_RUN = {
+    "device": "a GPU",
+    "torch": "2.11",
+    "codalang": "0.1.0",
+    "tokens": 8192,
+    "block 8B": [
+        {
+            "size": "8B",
+            "work": "forward",
+            "implementation": "codalang",
+            "ms": 4.5428,
+            "quartiles": "4.541-4.550",
+            page.SHARE: 0.971,
+            "peak GiB": 0.344,
+        }
+    ],
+}
+
 
 def test_the_page_shows_what_is_kept() -> None:
     text = page.PAGE.read_text()
-    assert page.rendered(text, page.kept_report(), page.kept_search()) == text
+    assert page.rendered(text, page.read()) == text
 
 
 def test_the_page_has_every_block_once() -> None:
     names = [match["name"] for match in page.BLOCK.finditer(page.PAGE.read_text())]
-    assert sorted(names) == sorted([*page.BENCH, "search"])
+    assert sorted(names) == sorted(page.FIGURES)
 
 
 def test_no_figure_is_typed_between_the_blocks() -> None:
@@ -48,12 +66,13 @@ def test_the_script_keeps_runs_and_writes_figures(tmp_path: Path) -> None:
         runs.append(tmp_path / f"{name}.json")
         report.write(found, runs[-1])
     (tmp_path / "search.json").write_text(json.dumps(SEARCH))
-    page.keep(runs, [tmp_path / "search.json"], kept)
-    assert {p.name for p in kept.iterdir()} == {"bench.json", "bars.svg", "roofline.svg", "search.json"}
+    (tmp_path / "block.json").write_text(json.dumps(BLOCK_RUN))
+    page.keep(runs, [tmp_path / "search.json"], tmp_path / "block.json", kept)
+    assert {p.name for p in kept.iterdir()} == {"bench.json", "bars.svg", "roofline.svg", "search.json", "block.json"}
     for plot in ("bars.svg", "roofline.svg"):
         ElementTree.parse(kept / plot)
-    found, rows = page.kept_report(kept), page.kept_search(kept)
-    text = page.rendered(page.PAGE.read_text(), found, rows)
+    found = page.read(kept)
+    text = page.rendered(page.PAGE.read_text(), found)
     for shown in (
         "codalang bench\ncodalang bench --again\n",
         "| swiglu | 8192 x 4096 x 4096 | 0.900 | 0.900 | 0.225 | 0.600 | 275 |",
@@ -62,11 +81,12 @@ def test_the_script_keeps_runs_and_writes_figures(tmp_path: Path) -> None:
         "- no time was left for: rope 8B 4096",
         "(bench/bars.svg)",
         "| swiglu 8B 8192 | 0.985 | 1.000 | 0.985 | 192x128 pp |",
+        "| 8B | forward | codalang | 4.543 | 0.971 | 0.34 |",
     ):
         assert shown in text
-    assert page.rendered(text, found, rows) == text
+    assert page.rendered(text, found) == text
 
 
 def test_a_block_of_another_name_is_an_error() -> None:
     with pytest.raises(KeyError):
-        page.rendered("<!-- figures: nothing -->\n<!-- end -->", example(), None)
+        page.rendered("<!-- figures: nothing -->\n<!-- end -->", page.Kept())
