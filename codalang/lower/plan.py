@@ -194,7 +194,8 @@ def registers(spec: KernelSpec, config: Config) -> int:
         carried += words * int(columns * width if group[0].type.kind in (Kind.ROW, Kind.ROWS) else rows)
     cols = rows * sum(p.type.kind is Kind.COL for p, _ in spec.inputs)
     per_sample = [(relative_width(spec.epilogue, p), dtype) for p, dtype in spec.inputs if p.type.kind is Kind.ROWS]
-    cols += rows * bool(per_sample) + sum(2 + int(4 * w * min(4, DTYPE_BYTES[dtype])) for w, dtype in per_sample)
+    cols += rows * bool(per_sample)
+    cols += sum(2 + int(width * (8 if DTYPE_BYTES[dtype] == 2 else 16)) for width, dtype in per_sample)
     return accumulator + carried + cols + unit(spec.epilogue) // 4 + _temporaries(spec.epilogue)
 
 
