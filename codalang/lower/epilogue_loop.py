@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
-from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from codalang.lower import device
@@ -52,7 +52,6 @@ SAME_ROW = (1, 2)  # lane bits that differ within a row of the accumulator
 SAME_COLUMN = (4, 8, 16)  # lane bits that differ within a column
 COMMUTATIVE = tuple(device.REDUCTIONS.values())
 Leave = Callable[[Int32, list[tuple], Any], None]  # writes adjacent columns from one on, where valid
-EVICT_FIRST = 0x12F0000000000000  # the descriptor of this policy for L2, as cutlass::TMA::CacheHintSm90 has it
 EIGHTS_OF_MATRICES = 2  # of columns, and both halves of the rows: what one instruction moves by matrices
 
 
@@ -137,9 +136,6 @@ class EpilogueLoop:
             cute.arch.sync_warp()  # all lanes have read the slabs that are overwritten now
             for step in range(self.config.load_stages):
                 self._request(step, tile_m, tile_n)
-            if self.config.prefetch:
-                for step in range(self.config.load_stages, self.kernel.subtiles * self.kernel.row_blocks):
-                    self._prefetch(step, tile_m, tile_n)
 
     def begin(self, tile_m: Int32, tile_n: Int32) -> Staged:
         """Read this tile's vectors."""
@@ -184,17 +180,7 @@ class EpilogueLoop:
         for port in self.loads:
             for slot, row, column in self._panels(port, step, stage, tile_m, tile_n):
                 source, target = port.memory[(None, row, column)], port.shared[(None, slot)]
-                cute.copy(port.atom, source, target, tma_bar_ptr=barrier, cache_policy=self._policy("inputs", "all"))
-
-    def _prefetch(self, step: int, tile_m: Int32, tile_n: Int32) -> None:
-        """Bring what the step-th sub-tile loads into L2."""
-        for port in self.loads:
-            for _, row, column in self._panels(port, step, 0, tile_m, tile_n):
-                cute.prefetch(port.atom, port.memory[(None, row, column)])
-
-    def _policy(self, *streams: str) -> Int64 | None:
-        """How L2 shall treat a tile: to leave first where the configuration's streams are among the given ones."""
-        return Int64(EVICT_FIRST) if self.config.streams in streams else None
+                cute.copy(port.atom, source, target, tma_bar_ptr=barrier)
 
     def _panels(
         self, port: SlabPort, step: int, stage: int, tile_m: Int32, tile_n: Int32
@@ -281,7 +267,7 @@ class EpilogueLoop:
         for port in self.stores:
             for slot, row, column in self._panels(port, step, step % port.slab.stages, tile_m, tile_n):
                 source, target = port.shared[(None, slot)], port.memory[(None, row, column)]
-                cute.copy(port.atom, source, target, cache_policy=self._policy("all"))
+                cute.copy(port.atom, source, target)
         cute.arch.cp_async_bulk_commit_group()
 
     def _columns(

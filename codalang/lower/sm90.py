@@ -67,15 +67,12 @@ class Slab:
     pair are adjacent in a panel.
     """
 
-    def __init__(
-        self, item: Input | Tile, subtile: int, stages: int, by_matrices: bool, panel: int = PANEL_BYTES
-    ) -> None:
+    def __init__(self, item: Input | Tile, subtile: int, stages: int, by_matrices: bool) -> None:
         self.item = item
         self.dtype = CUTE_DTYPES[item.dtype]
         self.element = DTYPE_BYTES[item.dtype]
         row = int(subtile * item.width) * self.element
-        # 16 lanes move 8 bytes each at a time, 4 rows of 32 bytes: in panels of 32 they adjoin, and meet in no bank
-        self.panel = min(row, panel if item.registers * self.element == 8 else PANEL_BYTES)
+        self.panel = min(row, PANEL_BYTES)
         self.panels = row // self.panel
         self.panel_columns = self.panel // self.element
         self.stages = stages
@@ -163,9 +160,8 @@ class GemmKernel:
         self.row_blocks = self.tile_m // (64 * self.team_groups)  # 64-row blocks per warpgroup
         self.subtiles = self.tile_n // config.subtile
         by_matrices = self.row_blocks * self.tile_n // 2 <= MATRIX_ACCUMULATORS
-        tiles = [i for i in body.INPUTS if i.kind == "tile"]
-        self.loads = [Slab(i, config.subtile, config.load_stages, by_matrices, config.panel) for i in tiles]
-        self.stores = [Slab(t, config.subtile, config.store_stages, by_matrices, config.panel) for t in body.TILES]
+        self.loads = [Slab(i, config.subtile, config.load_stages, by_matrices) for i in body.INPUTS if i.kind == "tile"]
+        self.stores = [Slab(t, config.subtile, config.store_stages, by_matrices) for t in body.TILES]
         self.rows = [i for i in body.INPUTS if i.kind == "row"]
         self.cols = [i for i in body.INPUTS if i.kind == "col"]
         self.scratch = [p for p in body.PARTIALS if p.crosses_warps]

@@ -43,10 +43,6 @@ class Config:
         raster: clusters of one group along N, for L2 locality.
         split: parts of K that are multiplied apart and added by the last that is done; see `gather`.
         balanced: the tiles of the last wave are divided along K among all multiprocessors; see `balance`.
-        prefetch: tile inputs are brought into L2 before the tile's mainloop, all of them.
-        streams: tiles that leave L2 before others: `none`, `inputs`, or `all`, outputs too.
-        panel: bytes of a row, at most, of the pieces in which shared memory holds tiles of which a lane has 8 bytes at
-            a time.
         a_rows: rows of A that are loaded for a tile, where M has no more: TMA takes longer for a row outside than for
             one inside.  0: all.
     """
@@ -60,9 +56,6 @@ class Config:
     store_stages: int
     raster: int = 8
     split: int = 1
-    prefetch: bool = False
-    streams: str = "none"
-    panel: int = 128
     a_rows: int = 0
     balanced: bool = False
 
