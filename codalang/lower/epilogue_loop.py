@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from codalang.lower import device
