@@ -973,6 +973,20 @@ def test_a_launch_is_not_repeated_where_the_reference_is_asked_for(m):
     assert len(ran) == 1
 
 
+def test_launches_are_remembered_apart_where_kernels_overlap(m, monkeypatch):
+    from codalang.lower import run
+
+    given = values("widths", torch.bfloat16, lead=(16,), grad=False)
+    function = ProgramFunction(m.widths.program)
+    with on_kernels() as specs:
+        for overlap in (False, True):
+            before = len(specs)
+            monkeypatch.setattr(run, "overlap", overlap)
+            function(**given)
+            function(**given)
+            assert len(specs) > before and {spec.overlap for spec in specs[before:]} == {overlap}
+
+
 # ---- orders of calls -------------------------------------------------------------------------------------------------
 
 

@@ -28,8 +28,8 @@ class VectorKernel:
     def __init__(self, body: Any, parts: tuple[str, ...], overlap: bool) -> None:
         self.body = body
         self.overlap = overlap
-        self.folds = [REDUCTIONS[how] if how else None for how in parts]
-        self.merged = [i for i, how in enumerate(parts) if how]
+        self.folds = {i: REDUCTIONS[how] for i, how in enumerate(parts) if how}
+        self.merged = list(self.folds)
 
     @cute.jit
     def __call__(self, inputs: tuple, outputs: tuple, n: Int32, stream: Any) -> None:
@@ -49,7 +49,7 @@ class VectorKernel:
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         first = block * COLUMNS if cutlass.const_expr(self.merged) else (block * WARPS + warp) * COLUMNS
         column = first + lane * RUN
-        totals = ()
+        totals: tuple[Any, ...] = ()
         if cutlass.const_expr(self.merged):
             scratch = SmemAllocator().allocate_array(Int32, len(self.merged) * WARPS * COLUMNS).toint()
             for i in cutlass.range_constexpr(len(self.merged)):

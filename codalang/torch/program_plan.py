@@ -82,7 +82,8 @@ class Plan:
         from codalang.lower import run
 
         forms = [(v.stride(), v.data_ptr() & 15) if isinstance(v, Tensor) else None for v in slots[: self._count]]
-        key = (vars(run)["function"], *forms)  # which tests and recordings replace
+        # the first is what tests and recordings replace, the second a switch
+        key = (vars(run)["function"], vars(run)["overlap"], *forms)
         launches = self._launches.get(key)
         if launches is None:
             if len(self._launches) >= _MOST_FORMS:
