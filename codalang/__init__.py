@@ -61,8 +61,8 @@ def load(program: str | os.PathLike[str] | Source, *, precise: bool = False) -> 
     Args:
         program: a path (a `Path`, or a str that ends in `.coda` or has a separator), source text (a str with `{` or a
             line break), or a name of the standard library (an identifier).  See `codalang.sources`.
-        precise: every epilogue is a `precise epilogue`: kernels compute exp, log, tanh and the like to the last digit or
-            two, not fast.
+        precise: every epilogue is a `precise epilogue`: kernels compute exp, log, tanh and the like to the last digit
+            or two, not fast.
 
     Raises a CodaError with the place in the program, or CodaCallError where there is no such program.
     """

@@ -246,7 +246,8 @@ def check(signature: Signature, values: Sequence[object], extents: tuple[Extent,
     epilogue = signature.epilogue
     if signature.on_gemm and epilogue.accumulator is None:
         raise CodaCallError(
-            f"`{epilogue.name}` has no accumulator (its first parameter is no tile of numbers), so no matmul can host it",
+            f"`{epilogue.name}` has no accumulator (its first parameter is no tile of numbers), so no matmul can host "
+            "it",
             epilogue.loc,
             hint=f"call {epilogue.name}.hosted(...)",
         )

@@ -1,4 +1,4 @@
-"""Transcendental functions of kernels against their documented bounds, fast and precise, over the whole range in f32."""
+"""Transcendental functions of kernels against their documented bounds, fast and precise, over all of f32's range."""
 
 from __future__ import annotations
 
