@@ -12,9 +12,9 @@
         store("y", silu(gate) * up, tile[M, N / 2])
 
 Shapes: `tile row col scalar`, `Dim`, `M`, `N`, `B`.  Statements: `store reduce state save recompute`, and `split
-rotate`, which give two values.  Every other function of the language is here under its name (`exp`, `where`, `max`, ...), made
-from the table of operations, and every built-in state.  `build` gives the IR; `codalang.epilogue` the function that is
-called with tensors.
+rotate`, which give two values.  Every other function of the language is here under its name (`exp`, `where`, `max`,
+...), made from the table of operations, and every built-in state.  `build` gives the IR; `codalang.epilogue` the
+function that is called with tensors.
 
 shapes      dimensions and shapes
 place       the user's line, column and names
