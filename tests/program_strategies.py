@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from strategies import INDEX_INPUTS, INPUT_BOUND, epilogues
 from torch import Tensor
 
+from codalang.autodiff.program_replay import replay
 from codalang.ir.bind import granularity
 from codalang.ir.build import canonical
 from codalang.ir.build_program import ExpressionBuilder, ProgramBuilder
 from codalang.ir.dims import ONE, Dim
 from codalang.ir.epilogue import Epilogue, Node, Param, with_values
-from codalang.ir.program import Matmul, Program, TensorType, Value
-from codalang.ir.types import SCALAR, Dtype, Kind
+from codalang.ir.program import Apply, Matmul, Program, TensorType, Value
+from codalang.ir.types import COL, SCALAR, Dtype, Kind
 
 # Extents are these, and their halves and doubles: every width of every random epilogue is a whole number.
 SIZES = {"P": 16, "Q": 32, "B": 2}
@@ -211,6 +212,39 @@ def programs(draw: Draw, *, max_steps: int = 5, without: tuple[str, ...] = (), s
     # Most often what was made last is a result, seldom a parameter.
     results = [n for n in names if draft.chance(8 if n.startswith("p") else 2)] or names[:1]
     return draft.builder.finish(results)
+
+
+def with_row_scales(program: Program) -> Program:
+    """The program with the rows of what its matmuls under epilogues compute scaled: by one vector for each extent."""
+    builder = ProgramBuilder(program.name)
+    for param in program.params:
+        builder.param(param.name, param.type.shape, param.dtype, param.default)
+    scales: dict[Dim, str] = {}
+    for statement in program.statements:
+        if isinstance(statement, Apply) and isinstance(statement.host, Matmul):
+            rows = statement.extents[0]
+            if rows not in scales:
+                scales[rows] = builder.param(f"s{len(scales) + 1}", (rows,))
+            inputs = (*statement.inputs, ("scale", scales[rows]))
+            statement = attrs.evolve(statement, epilogue=_with_row_scale(statement.epilogue), inputs=inputs)
+        replay(builder, statement)
+    return builder.finish(program.results)
+
+
+def _with_row_scale(epilogue: Epilogue) -> Epilogue:
+    """The epilogue on an accumulator whose rows are scaled by a last parameter."""
+    accumulator = epilogue.params[0]
+    nodes = [Node("param", (), COL, "scale")]
+    places: list[int] = []
+    for node in epilogue.nodes:
+        nodes.append(attrs.evolve(node, args=tuple(places[a] for a in node.args)))
+        if node.op == "param" and node.attr == accumulator.name:
+            nodes.append(Node("mul", (len(nodes) - 1, 0), accumulator.type))
+        places.append(len(nodes) - 1)
+    outputs = tuple(with_values(o, tuple(places[v] for v in o.values)) for o in epilogue.outputs)
+    keeps = tuple(attrs.evolve(k, value=places[k.value]) for k in epilogue.keeps)
+    params = (*epilogue.params, Param("scale", COL))
+    return canonical(attrs.evolve(epilogue, params=params, nodes=tuple(nodes), outputs=outputs, keeps=keeps))
 
 
 def shape_of(type_: TensorType, sizes: Mapping[str, int] = SIZES) -> tuple[int, ...]:

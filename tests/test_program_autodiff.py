@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from program_strategies import SIZES, cotangents_for, inputs_for, programs, shape_of
+from program_strategies import SIZES, cotangents_for, inputs_for, programs, shape_of, with_row_scales
 from torch import Tensor
 
 from codalang.autodiff import ProgramDerivative, derive_program
@@ -98,9 +98,10 @@ def check_gradients(
     present: Collection[str] | None = None,
     seed: int = 0,
     relative: float = RELATIVE,
+    delay_scales: bool = False,
 ) -> ProgramDerivative:
     """The forward that saves gives the same results, and every gradient that was asked for is autograd's."""
-    derivative = derive_program(program, wrt=wrt, cotangents=present)
+    derivative = derive_program(program, wrt=wrt, cotangents=present, delay_scales=delay_scales)
     for part in (derivative.forward, derivative.backward):
         check_text(part)
     results = reference.run(program, inputs)
@@ -124,9 +125,11 @@ def check_gradients(
     return derivative
 
 
-def backward_call(program: Program, inputs: Tensors, seed: int) -> tuple[ProgramDerivative, Tensors]:
+def backward_call(
+    program: Program, inputs: Tensors, seed: int, *, delay_scales: bool = False
+) -> tuple[ProgramDerivative, Tensors]:
     """A program's derivative, and what its backward loads."""
-    derivative = derive_program(program)
+    derivative = derive_program(program, delay_scales=delay_scales)
     stored = reference.run(derivative.forward, inputs)
     cotangents = cotangents_for({n: stored[n] for n in program.results}, seed)
     sources = {"param": inputs, "output": stored, "saved": stored, "cotangent": cotangents}
@@ -151,6 +154,23 @@ def test_second_derivatives_of_random_programs(program: Program, seed: int) -> N
     inputs = inputs_for(program, seed)
     first, loaded = backward_call(program, inputs, seed)
     check_gradients(first.backward, loaded, SIZES, seed=seed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs(without=TIED).map(with_row_scales), seeds, st.data())
+def test_random_programs_with_delayed_scales(program: Program, seed: int, data: st.DataObject) -> None:
+    """Gradients for any subset of the parameters, where matmuls are scaled by rows."""
+    wrt = data.draw(st.one_of(st.none(), st.lists(st.sampled_from([p.name for p in program.params]), unique=True)))
+    note(f"wrt {wrt}")
+    check_gradients(program, inputs_for(program, seed), SIZES, wrt=wrt, seed=seed, delay_scales=True)
+
+
+@settings(max_examples=25, deadline=None)
+@given(programs(max_steps=3, steps=4, without=TIED).map(with_row_scales), seeds)
+def test_second_derivatives_with_delayed_scales(program: Program, seed: int) -> None:
+    inputs = inputs_for(program, seed)
+    first, loaded = backward_call(program, inputs, seed, delay_scales=True)
+    check_gradients(first.backward, loaded, SIZES, seed=seed, delay_scales=True)
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
@@ -247,6 +267,59 @@ def test_the_backward_of_a_llama_block_moves_what_it_must() -> None:
     ]
 
 
+def test_delayed_scales_of_a_llama_block() -> None:
+    """No cotangent is scaled before it is stored; h1 and h2 are, once each, and that of v is not stored again."""
+    program = example("llama_block.coda", "llama_block")
+    derivative = derive_program(program, wrt=weights(program), delay_scales=True)
+    assert kernels(derivative.backward) == [
+        ("hosted", 1, 0),  # v: the gradient of its scale alone
+        ("hosted", 0, 1),  # h2 * r2
+        ("matmul", 0, 1),  # d_w_v
+        *[("hosted", 1, 1), ("matmul", 0, 1)] * 2,  # k, q
+        ("matmul", 0, 1),  # d_h2 of v
+        ("matmul", 1, 1),  # and of k
+        ("matmul", 3, 1),  # the norm and the residual, on that of q, all to be scaled
+        ("matmul", 0, 1),  # d_w_down
+        ("matmul", 1, 1),  # SwiGLU
+        ("hosted", 0, 1),  # h1 * r1
+        ("matmul", 0, 1),  # d_w_gate_up
+        ("matmul", 2, 1),  # the norm and the residual
+        ("matmul", 0, 1),  # d_w_o
+        ("matmul", 0, 1),  # d_y
+    ]
+    plain = derive_program(program, wrt=weights(program))
+    assert derivative == attrs.evolve(plain, backward=derivative.backward)
+
+
+SCALED = """
+import scaled
+
+program p(a: [T, D], w: [F, D], v: [D, F], u: [F, T], c: [D, T], r: [T], d: [D]) {
+    %s
+    return y
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "wrt", "delays"),
+    [
+        ("y = scaled(a @ w.T, r = r)", ("a", "w"), True),
+        ("y = scaled(a @ v, r = r)", ("a", "v"), True),  # d_v = (a * r).T @ d_y
+        ("y = scaled(c.T @ v, r = r)", ("v",), False),  # d_v = c @ (d_y * r): r belongs to columns of c
+        ("y = scaled(c.T @ v, r = r)", ("c",), False),  # d_c = v @ (d_y * r).T
+        ("y = scaled(c.T @ w.T, r = r)", ("w",), False),  # d_w = (d_y * r).T @ c.T
+        ("h = scaled(a, r = r)\n    y = h @ w.T", ("a", "w"), False),  # d_a = (d_y @ w) * r is a result
+    ],
+)
+def test_which_scales_are_delayed(body: str, wrt: Sequence[str], delays: bool) -> None:
+    """Those behind which something is computed that the scale commutes with."""
+    program = last_program(SCALED % body)
+    plain, delayed = (derive_program(program, wrt=wrt, delay_scales=value) for value in (False, True))
+    assert (plain != delayed) == delays
+    check_gradients(program, inputs_for(program, 0, EXTENTS), EXTENTS, delay_scales=True)
+
+
 def test_frozen_weights_cost_nothing() -> None:
     """No matmul for them, and nothing is kept for them."""
     program = example("mlp.coda", "mlp")
@@ -265,15 +338,16 @@ def test_logits_are_stored_once_at_most() -> None:
         assert sum(kind == "matmul" for kind, _, _ in kernels(derivative.backward)) == products
 
 
+@pytest.mark.parametrize("delay_scales", [False, True])
 @pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / "examples").glob("*.coda")))
-def test_examples_twice(file: str) -> None:
+def test_examples_twice(file: str, delay_scales: bool) -> None:
     """First and second derivatives of every program of the examples."""
     for program in parse((ROOT / "examples" / file).read_text()).programs.values():
         sizes = {name: EXTENTS.get(name, 4) for name in program.dims}
         inputs = inputs_for(program, 0, sizes)
-        check_gradients(program, inputs, sizes)
-        first, loaded = backward_call(program, inputs, 0)
-        check_gradients(first.backward, loaded, sizes)
+        check_gradients(program, inputs, sizes, delay_scales=delay_scales)
+        first, loaded = backward_call(program, inputs, 0, delay_scales=delay_scales)
+        check_gradients(first.backward, loaded, sizes, delay_scales=delay_scales)
 
 
 def test_no_gradient_and_no_cotangent() -> None:
@@ -436,19 +510,24 @@ def test_gradients_are_those_of_plain_torch(file: str, name: str) -> None:
         assert value is not None and relative_error(value, gradient) < 1e-12, param
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-2, 1e-3, 1e-4])
 @pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_in_half_precision_are_as_near_as_eager_torch_s(dtype: torch.dtype, outliers: bool) -> None:
-    """What is kept and what the derived epilogues store is rounded as the kernels round it."""
+def test_gradients_in_half_precision_are_as_near_as_eager_torch_s(
+    dtype: torch.dtype, outliers: bool, size: float
+) -> None:
+    """What is kept and what the derived epilogues store is rounded as the kernels round it, for cotangents of any size:
+    in f16 the scales of rows are delayed."""
     program = example("llama_block.coda", "llama_block")
     sizes = {"T": 128, "D": 128, "F": 256, "Q": 4, "KV": 2, "P": 16}
     inputs = formula_inputs(program, sizes, dtype, outliers)
     exact_results, _ = by_formula(program, inputs, None, torch.float64)
     generator = torch.Generator().manual_seed(1)
-    seeds_ = [torch.randn(r.shape, dtype=torch.float64, generator=generator).to(dtype).double() for r in exact_results]
+    noise = [torch.randn(r.shape, dtype=torch.float64, generator=generator) for r in exact_results]
+    seeds_ = [(size * n).to(dtype).double() for n in noise]
     _, exact = by_formula(program, inputs, seeds_, torch.float64)
     eager_results, eager = by_formula(program, inputs, seeds_, dtype)
-    derivative = derive_program(program, wrt=weights(program))
+    derivative = derive_program(program, wrt=weights(program), delay_scales=dtype is torch.float16)
     cotangents = dict(zip(program.results, seeds_, strict=True))
     rounding = {"dtype": torch.float32, "storage": dtype}
     found = derived(program, derivative, inputs, cotangents, sizes, **rounding)

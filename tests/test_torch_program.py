@@ -657,6 +657,53 @@ def test_autocast_casts_what_a_program_makes(m):
     assert m.block(**given).x2.dtype is torch.float32
 
 
+SMALL_SCALES = """
+import scaled
+
+program normed(x: [T, D], w: [F, D], r: [T]) {
+    y = scaled(x @ w.T, r = r)
+    return y
+}
+"""
+
+
+@pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_small_scales_of_rows(lower, autocast):
+    """d_y * r is below the range of f16, d_y and x * r are not: f16 delays the scale, bf16 has no need to."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (256, 32), "w": (16, 32), "r": (256,), "d": (256, 16)}
+    given = {n: torch.randn(s, generator=generator).to(lower) for n, s in shapes.items()}
+    x, w, d = given["x"] * 1000, given["w"] / 32, given["d"] * 1e-4
+    r = (given["r"].float().abs() + 1) / 1000
+    expected = (d.double() * r.double()[:, None]).T @ x.double()
+    if autocast:
+        x, w = x.float(), w.float()
+    x, w = x.requires_grad_(), w.requires_grad_()
+    with torch.autocast("cpu", lower, enabled=autocast), recorded() as ran:
+        y = codalang.load(SMALL_SCALES).normed(x, w, r)
+        found_x, found = torch.autograd.grad(y, (x, w), d, create_graph=False)
+    assert y.dtype is lower and found_x.dtype is x.dtype and found.dtype is w.dtype
+    assert close(found, expected, torch.finfo(lower).eps)
+    assert ("scale_rows" in {job.epilogue.name for job, _, _ in ran}) == (lower is torch.float16)
+
+
+def test_second_derivatives_in_f16():
+    """Those of a backward that delays scales."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (6, 8), "w": (4, 8), "r": (6,), "d": (6, 4)}
+    exact = {n: torch.randn(s, generator=generator).half().double().requires_grad_() for n, s in shapes.items()}
+    halves = {n: v.detach().half().requires_grad_() for n, v in exact.items()}
+    function = codalang.load(SMALL_SCALES).normed
+    seconds = []
+    for v in (exact, halves):
+        firsts = torch.autograd.grad(function(v["x"], v["w"], v["r"]), (v["x"], v["w"]), v["d"], create_graph=True)
+        total = sum((f.double() * f.double().detach()).sum() for f in firsts)
+        seconds.append(torch.autograd.grad(total, list(v.values())))
+    for wanted, found in zip(*seconds, strict=True):
+        assert found.dtype is torch.float16 and close(found, wanted, 8 * torch.finfo(torch.float16).eps)
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,11 @@ from codalang.ir.types import SCALAR, Dtype, Kind, row
 
 
 def derive_program(
-    program: Program, *, wrt: Collection[str] | None = None, cotangents: Collection[str] | None = None
+    program: Program,
+    *,
+    wrt: Collection[str] | None = None,
+    cotangents: Collection[str] | None = None,
+    delay_scales: bool = False,
 ) -> ProgramDerivative:
     """Derive a program's backward.
 
@@ -45,6 +49,8 @@ def derive_program(
         program: the forward.
         wrt: parameters whose gradient is wanted (default: all); nothing else is computed.
         cotangents: results whose cotangent is present (default: all); others are zero.
+        delay_scales: scale the rows of a cotangent behind the matmuls that read it, not before they do: for f16, whose
+            range it would leave.  See `program_delay`.
 
     Raises:
         CodaCallError: `wrt` or `cotangents` has a name that the program has not.
@@ -55,7 +61,9 @@ def derive_program(
     walk = _Walk(program, wanted, present)
     gradients = walk.run()
     flow = walk.flow
-    return assemble(program, walk.program, flow.kept, flow.emission, flow.cotangent_of, gradients, walk.plan)
+    return assemble(
+        program, walk.program, flow.kept, flow.emission, flow.cotangent_of, gradients, walk.plan, delay_scales
+    )
 
 
 def _checked(program: Program, argument: str, names: Collection[str] | None, known: Sequence[str]) -> list[str]:

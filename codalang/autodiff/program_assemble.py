@@ -11,41 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import attrs
 
 from codalang.autodiff.derivative import Decision, Load
+from codalang.autodiff.program_delay import with_scales_delayed
 from codalang.autodiff.program_derivative import ProgramDerivative
 from codalang.autodiff.program_emit import Emission
 from codalang.autodiff.program_fuse import renamed
 from codalang.autodiff.program_keep import Kept
+from codalang.autodiff.program_replay import replay, replayed
 from codalang.ir.build_program import ProgramBuilder
 from codalang.ir.dims import Dim
 from codalang.ir.names import Namer
 from codalang.ir.program import Apply, Matmul, Product, Program, ProgramParam, Statement, TensorType, Value, Vector
-
-
-def replayed(program: Program) -> ProgramBuilder:
-    """A builder that holds the program, hence the type of each value."""
-    builder = ProgramBuilder(program.name, program.loc)
-    for param in program.params:
-        builder.param(param.name, param.type.shape, param.dtype, param.default, param.loc)
-    for statement in program.statements:
-        replay(builder, statement)
-    return builder
-
-
-def replay(builder: ProgramBuilder, statement: Statement) -> None:
-    """Make a statement again."""
-    if isinstance(statement, Apply):
-        builder.apply(
-            statement.epilogue,
-            statement.host,
-            dict(statement.inputs),
-            statement.results,
-            statement.loc,
-            statement.extents,
-        )
-    elif isinstance(statement, Product):
-        builder.matmul(statement.result, statement.matmul, statement.loc)
-    else:
-        builder.vector(statement.result, statement.expression, statement.loc)
 
 
 def assemble(
@@ -56,6 +31,7 @@ def assemble(
     cotangent_of: Mapping[str, str],
     gradients: Mapping[str, str | None],
     plan: Mapping[str, tuple[Decision, ...]],
+    delay_scales: bool,
 ) -> ProgramDerivative:
     """The derivative, from what the walk over the statements of `walked` left."""
     results = list(dict.fromkeys(g for g in gradients.values() if g is not None))
@@ -72,6 +48,9 @@ def assemble(
     for statement in statements:
         replay(builder, _renamed(statement, names))
     backward = builder.finish([names[name] for name in results])
+    if delay_scales:
+        scales = [name for name, load in loads.items() if load.source != "cotangent"]
+        backward = with_scales_delayed(backward, scales, [names[n] for n in kept.again.values() if n in names])
     return ProgramDerivative(
         forward=forward,
         backward=backward,

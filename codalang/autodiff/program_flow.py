@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import attrs
 
-from codalang.autodiff.program_assemble import replayed
 from codalang.autodiff.program_emit import Cotangent, Emission, Form
 from codalang.autodiff.program_keep import Kept
+from codalang.autodiff.program_replay import replayed
 from codalang.errors import CodaUnsupportedError, Loc
 from codalang.ir.dims import ONE
 from codalang.ir.program import Matmul, Product, Program, Statement, Vector

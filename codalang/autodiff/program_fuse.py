@@ -109,11 +109,11 @@ def _output(graph: Graph, epilogue: Epilogue, output: Output, places: Sequence[i
     return new
 
 
-def with_outputs(epilogue: Epilogue, outputs: Sequence[Output]) -> Epilogue:
-    """The epilogue with some of its outputs, and the parameters that they need."""
+def with_outputs(epilogue: Epilogue, outputs: Sequence[Output], host: str | None = None) -> Epilogue:
+    """The epilogue with some of its outputs, and the parameters that they need; `host` stays in any case."""
     kept = canonical(attrs.evolve(epilogue, outputs=tuple(outputs)))
     used = {node.attr for node in kept.nodes if node.op == "param"}
-    return canonical(attrs.evolve(kept, params=tuple(p for p in kept.params if p.name in used)))
+    return canonical(attrs.evolve(kept, params=tuple(p for p in kept.params if p.name in used or p.name == host)))
 
 
 def hosted_on(epilogue: Epilogue, name: str | None) -> Epilogue:

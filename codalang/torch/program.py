@@ -109,11 +109,17 @@ class ProgramFunction:
         return opaque.in_lines(self._text)
 
     def derivative(
-        self, wrt: Collection[str] | None = None, cotangents: Collection[str] | None = None
+        self,
+        wrt: Collection[str] | None = None,
+        cotangents: Collection[str] | None = None,
+        delay_scales: bool = False,
     ) -> ProgramDerivative:
         """The derivative for gradients of `wrt` (default: every parameter) from the cotangents of these results
-        (default: all).  Raises CodaCallError for names that the program does not have."""
-        return derive_program(self.program, wrt=wrt, cotangents=cotangents)
+        (default: all).  Raises CodaCallError for names that the program does not have.
+
+        `delay_scales`: the one for f16, where no scale of rows comes before the store of a cotangent.
+        """
+        return derive_program(self.program, wrt=wrt, cotangents=cotangents, delay_scales=delay_scales)
 
     @functools.cached_property
     def backward(self) -> ProgramFunction:

@@ -7,7 +7,8 @@ A backward that is itself to be differentiated (`create_graph`) runs as another 
 is given the cotangents and the program's arguments, and is a call like any other.  So derivatives of any order are
 right, and nothing is kept for them but the arguments.
 
-For each subset of cotangents and of arguments that need a gradient, a backward is derived once and kept.  Where one
+For each subset of cotangents and of arguments that need a gradient, a backward is derived once and kept.  That of f16
+operands delays the scales of rows, which would take small gradients out of the range of f16.  Where one
 that has fewer cotangents wants a value that the forward did not keep, the missing cotangents are zeros.
 
 Cotangents may be missing, strided, of stride 0, or shared, and are only read.  What the forward kept is dropped, or
@@ -51,8 +52,8 @@ class ProgramOperator:
 
     program: Program
     annotated: Names
-    _derivatives: dict[tuple[Names, Names], ProgramDerivative] = attrs.field(factory=dict, init=False)
-    _gradients: dict[tuple[Names, Names], GradientProgram] = attrs.field(factory=dict, init=False)
+    _derivatives: dict[tuple[Names, Names, bool], ProgramDerivative] = attrs.field(factory=dict, init=False)
+    _gradients: dict[tuple[Names, Names, bool], GradientProgram] = attrs.field(factory=dict, init=False)
 
     @staticmethod
     def of(program: Program) -> ProgramOperator:
@@ -69,18 +70,20 @@ class ProgramOperator:
         """Where each parameter stands."""
         return {param.name: index for index, param in enumerate(self.program.params)}
 
-    def derivative(self, wrt: Names, cotangents: Names) -> ProgramDerivative:
+    def derivative(self, wrt: Names, cotangents: Names, delay_scales: bool) -> ProgramDerivative:
         """The derivative for gradients of these parameters from the cotangents of these results; derived once."""
-        key = (wrt, cotangents)
+        key = (wrt, cotangents, delay_scales)
         if key not in self._derivatives:
-            self._derivatives[key] = derive_program(self.program, wrt=wrt, cotangents=cotangents)
+            self._derivatives[key] = derive_program(
+                self.program, wrt=wrt, cotangents=cotangents, delay_scales=delay_scales
+            )
         return self._derivatives[key]
 
-    def gradient(self, wrt: Names, cotangents: Names) -> GradientProgram:
+    def gradient(self, wrt: Names, cotangents: Names, delay_scales: bool) -> GradientProgram:
         """The same in one program, as a function of cotangents and arguments."""
-        key = (wrt, cotangents)
+        key = (wrt, cotangents, delay_scales)
         if key not in self._gradients:
-            self._gradients[key] = GradientProgram.of(self, self.derivative(wrt, cotangents))
+            self._gradients[key] = GradientProgram.of(self, self.derivative(*key))
         return self._gradients[key]
 
 
@@ -199,7 +202,7 @@ class ProgramTape:
         self.visible = len(program.results)
         self.constant = tuple(i for i, has in enumerate(differentiable) if not has)
         self._usual = (wrt, frozenset(n for n, has in zip(program.results, differentiable, strict=True) if has))
-        self.first = operator.derivative(*self._usual)
+        self.first = operator.derivative(*self._usual, setting.is_half)
         self.forward = ProgramOperator(self.first.forward, operator.annotated)
         wanted = (*shaped.wanted, *map(Wanted, self.first.saved))
         self.plan = Plan(self.first.forward, setting, wanted, annotated=operator.annotated)
@@ -252,7 +255,7 @@ class ProgramTape:
         """A derivative whose backward loads nothing but what was kept, and whether what is missing must be zeros."""
         if (wrt, given) == self._usual:
             return self.first, False
-        found = self.forward.derivative(wrt, given)
+        found = self.forward.derivative(wrt, given, self.setting.is_half)
         if self._has(found):
             return found, False
         return self.first, True
@@ -382,7 +385,7 @@ class DifferentiableStep:
     """One backward as a call of a program of cotangents and arguments."""
 
     def __init__(self, tape: ProgramTape, wrt: Names, given: Names) -> None:
-        gradient = tape.operator.gradient(wrt, given)
+        gradient = tape.operator.gradient(wrt, given, tape.setting.is_half)
         self.gradients = _Gradients.of(tape, gradient.gradients, wrt, copied=True)
         setting = tape.setting
         self.cotangents = tuple(tape.results[name] for name in gradient.cotangents)

@@ -48,6 +48,11 @@ class Setting:
     autocast: torch.dtype | None = None
     derived: bool = False
 
+    @property
+    def is_half(self) -> bool:
+        """Is anything stored in f16?"""
+        return torch.float16 in (self.autocast, *self.dtypes)
+
 
 @attrs.frozen
 class Wanted:
