@@ -79,14 +79,16 @@ def kernels_needed(items: list[pytest.Item]) -> list:
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 1e-4])
 @pytest.mark.parametrize("size", TOKENS)
-def test_errors_are_at_most_pytorch_s(size: str, outliers: bool, dtype: torch.dtype) -> None:
-    """Each result and each gradient by its norm, over three fresh inputs."""
+def test_errors_are_at_most_pytorch_s(size: str, scale: float, outliers: bool, dtype: torch.dtype) -> None:
+    """Each result and each gradient by its norm, over three fresh inputs; cotangents may be small for f16."""
     shape, tokens = TOKENS[size]
     ours: dict[str, float] = {}
     theirs: dict[str, float] = {}
     for seed in range(3):
         given = made(shape, dtype, tokens, seed, outliers)
+        given = attrs.evolve(given, d_x2=given.d_x2 * scale, d_qkv=given.d_qkv * scale)
         truth = step(wide(given), in_torch)
         for total, forward in ((ours, block.ours), (theirs, in_torch)):
             for name, got, want in zip(named(given), step(given, forward), truth, strict=True):
