@@ -54,7 +54,8 @@ from codalang.lower.spec import DTYPE_BYTES, K_TILE, SLAB_ROWS, Config, Folding,
 
 THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # per thread; with 128 producer threads they sum to 384 * 168
-MATRIX_ACCUMULATORS = 128  # per thread: beside more, the assembler spills what waits for the rest of its matrices
+# Per thread: beside more, or beside tiles of another width, the assembler spills what waits for the rest of its matrices.
+MATRIX_ACCUMULATORS = 128
 PANEL_BYTES = 128  # widest shared-memory row that TMA can swizzle
 TEAM_BARRIER = 1  # named barriers 1 and 2: one per team
 TURN_BARRIER = 3  # named barriers 3 and 4: whose mainloop's turn it is
@@ -159,7 +160,8 @@ class GemmKernel:
         self.team_groups = 2 // self.teams
         self.row_blocks = self.tile_m // (64 * self.team_groups)  # 64-row blocks per warpgroup
         self.subtiles = self.tile_n // config.subtile
-        by_matrices = self.row_blocks * self.tile_n // 2 <= MATRIX_ACCUMULATORS
+        tiles = [*(i for i in body.INPUTS if i.kind == "tile"), *body.TILES]
+        by_matrices = self.row_blocks * self.tile_n // 2 <= MATRIX_ACCUMULATORS and all(t.width == 1 for t in tiles)
         self.loads = [Slab(i, config.subtile, config.load_stages, by_matrices) for i in body.INPUTS if i.kind == "tile"]
         self.stores = [Slab(t, config.subtile, config.store_stages, by_matrices) for t in body.TILES]
         self.rows = [i for i in body.INPUTS if i.kind == "row"]
