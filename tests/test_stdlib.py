@@ -588,3 +588,11 @@ def test_kernels_compile_without_spills(key: str, tmp_path: Path) -> None:
     for index, spec in enumerate(covered(key)):
         report = compile_object(spec, tmp_path / f"{index}.o")
         assert (report.spill_bytes, report.serialized) == (0, None)
+
+
+@pytest.mark.parametrize("rows", [1024, 8192])  # a cooperative kernel, and one of ping-pong
+def test_a_gated_forward_that_saves_does_not_spill(rows: int, tmp_path: Path) -> None:
+    """Beside the accumulators, two tiles of different widths are on their way to memory."""
+    forward = derive(simplify(EPILOGUES["scaled_swiglu"])).forward
+    report = compile_object(forward_spec(forward, "bf16", rows, 28672, 4096), tmp_path / "kernel.o")
+    assert (report.spill_bytes, report.serialized) == (0, None)

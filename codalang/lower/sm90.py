@@ -54,7 +54,7 @@ from codalang.lower.spec import DTYPE_BYTES, K_TILE, SLAB_ROWS, Config, Folding,
 
 THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # per thread; with 128 producer threads they sum to 384 * 168
-# Per thread: beside more, or beside tiles of another width, the assembler spills what waits for the rest of its matrices.
+# Per thread: beside more, or tiles of another width, the assembler spills what waits for the rest of its matrices.
 MATRIX_ACCUMULATORS = 128
 PANEL_BYTES = 128  # widest shared-memory row that TMA can swizzle
 TEAM_BARRIER = 1  # named barriers 1 and 2: one per team
