@@ -42,6 +42,8 @@ from torch import Tensor  # noqa: E402
 from codalang.autodiff import derive  # noqa: E402
 from codalang.bench.timing import interleaved  # noqa: E402
 from codalang.lower import balance, load, plan, run, split  # noqa: E402
+from codalang.lower.call import forget  # noqa: E402
+from codalang.lower.dtypes import DTYPE_NAMES  # noqa: E402
 from codalang.lower.folded import Matrix, box  # noqa: E402
 from codalang.lower.spec import Config, Folding, KernelSpec, Operand  # noqa: E402
 from codalang.parser import parse  # noqa: E402
@@ -184,7 +186,7 @@ def gradient() -> Iterator[Comparison]:
     for name, (n, k) in WEIGHTS.items():
         dy, x = _normal(TOKENS, n), _normal(TOKENS, k)
         for dtype in (torch.bfloat16, torch.float32):
-            c, kind = torch.zeros(n, k, dtype=dtype, device="cuda"), run.DTYPE_NAMES[dtype]
+            c, kind = torch.zeros(n, k, dtype=dtype, device="cuda"), DTYPE_NAMES[dtype]
             spec = KernelSpec(ACCUMULATE, Operand("bf16", "mn", "mn"), (kind,), (kind,), None)
 
             def call(config: Config | None, dy: Tensor = dy, x: Tensor = x, c: Tensor = c) -> Callable[[], object]:
@@ -316,7 +318,7 @@ def main() -> None:
                 for call in comparison.calls.values():
                     call()
         torch.cuda.synchronize()
-    run._CALLS.clear()
+    forget()
     globals().update(recording=False)
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         failures = [why for why in pool.map(_library, specs) if why]

@@ -21,7 +21,7 @@ from codalang.ir.epilogue import Epilogue, Reduce, State
 from codalang.ir.evaluate import Context, evaluate_function
 from codalang.ir.fold import REDUCTION_FUNCTIONS, merged
 from codalang.ir.types import Kind, ValueType
-from codalang.lower import balance, plan, run, split
+from codalang.lower import balance, call, decide, plan, run, split
 from codalang.lower.spec import PLAIN, SLAB_ROWS, Folding, KernelSpec, base_width, foldings_fit, folds, loaded_params
 
 
@@ -35,12 +35,12 @@ def emulated(dtype: torch.dtype = torch.float64) -> Iterator[list[KernelSpec]]:
         kernel = _merge if spec.merge is not None else _main if spec.parts is None else _vector
         return lambda *arguments: kernel(spec, dtype, *arguments)
 
-    originals = run.function, run.empty, run._sms
-    run.function, run.empty, run._sms = function, poisoned, lambda device: 132
+    originals = run.function, call.empty, decide._sms
+    run.function, call.empty, decide._sms = function, poisoned, lambda device: 132
     try:
         yield specs
     finally:
-        run.function, run.empty, run._sms = originals
+        run.function, call.empty, decide._sms = originals
 
 
 def poisoned(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -18,6 +18,7 @@ from codalang.ir import reference
 from codalang.ir.epilogue import Epilogue
 from codalang.ir.types import Dtype
 from codalang.lower import run
+from codalang.lower.dtypes import DTYPE_NAMES
 from codalang.lower.folded import Matrix
 from codalang.lower.spec import Folding, KernelSpec
 from codalang.parser import parse
@@ -109,7 +110,7 @@ def test_gemm(asked: list[KernelSpec], dtype: torch.dtype, m: int, n: int, k: in
     for _ in range(2):  # the second call takes what the first remembered
         _assert_results(run.gemm(EVERYTHING, a, b, inputs), _truth(a, b, inputs), dtype)
     assert len(asked) == 1
-    assert asked[0].input_dtypes == (run.DTYPE_NAMES[dtype], "f32", run.DTYPE_NAMES[dtype], "number")
+    assert asked[0].input_dtypes == (DTYPE_NAMES[dtype], "f32", DTYPE_NAMES[dtype], "number")
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

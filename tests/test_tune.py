@@ -21,6 +21,7 @@ from codalang.cli.tune import gemm_calls, line, program_calls, table
 from codalang.errors import CodaCompileError
 from codalang.lower import ahead, plan, run, split, tuned
 from codalang.lower.cache import Cache
+from codalang.lower.call import CALLS
 from codalang.lower.spec import Config, KernelSpec, Operand
 from codalang.torch import execute
 
@@ -202,9 +203,9 @@ def test_what_is_kept_is_chosen_in_this_process(store: Cache) -> None:
     spec = spec_of("scaled_swiglu")
     heuristic, best = all_for(spec, *EXTENTS)[:2]
     result = tune.Tuned(tune.Problem(spec, *EXTENTS), heuristic, best, 2.0, 1.0, 12, 0)
-    run._CALLS["a signature"] = None  # type: ignore[assignment]
+    CALLS["a signature"] = None  # type: ignore[assignment]
     assert tune.keep(result, "GPU of tests")
-    assert not run._CALLS
+    assert not CALLS
     assert tuned.choose(spec, *EXTENTS, GPU) == best
 
 

@@ -20,6 +20,7 @@ from codalang.bench.candidates import all_for
 from codalang.bench.timing import Call, Timing, interleaved
 from codalang.errors import CodaCompileError
 from codalang.lower import ahead, run, split, tuned
+from codalang.lower.call import forget, listening
 from codalang.lower.spec import Config, KernelSpec
 
 Timer = Callable[..., Mapping[str, Timing]]
@@ -78,7 +79,7 @@ def recording() -> Iterator[list[GemmCall]]:
             with torch.no_grad():
                 return original(*arguments, config=config, **options)
 
-        with problems() as asked, ahead.recorded(), run.listening():  # nobody else is to hear of this rehearsal
+        with problems() as asked, ahead.recorded(), listening():  # nobody else is to hear of this rehearsal
             original(*arguments, **options)
         for problem in asked:
             found.setdefault(problem, GemmCall(problem, replay))
@@ -162,5 +163,5 @@ def keep(result: Tuned, gpu: str) -> bool:
     problem = result.problem
     facts = {"milliseconds": result.best_ms, "heuristic_milliseconds": result.heuristic_ms}
     kept = tuned.remember(problem.spec, problem.m, problem.n, problem.k, gpu, result.best, **facts)
-    run._CALLS.clear()
+    forget()
     return kept

@@ -15,10 +15,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
+from types import ModuleType
 
 import attrs
 
-from codalang.lower import plan, run
+from codalang.lower import call, decide, plan, run
 from codalang.lower.load import CodaSlowKernelWarning, library
 from codalang.lower.spec import KernelSpec
 
@@ -32,17 +33,19 @@ def recorded() -> Iterator[dict[KernelSpec, None]]:
         specs.setdefault(spec)
         return lambda *arguments: None
 
-    stands_in = {
-        "function": function,
-        "_sms": lambda device: plan.SMS,
-        "check_sharing": lambda *arguments: None,  # tensors without memory share none
-    }
-    originals = {name: vars(run)[name] for name in stands_in}
-    vars(run).update(stands_in)
+    stands_in: tuple[tuple[ModuleType, str, object], ...] = (
+        (run, "function", function),
+        (decide, "_sms", lambda device: plan.SMS),
+        (call, "check_sharing", lambda *arguments: None),  # tensors without memory share none
+    )
+    originals = [(module, name, vars(module)[name]) for module, name, _ in stands_in]
+    for module, name, value in stands_in:
+        setattr(module, name, value)
     try:
         yield specs
     finally:
-        vars(run).update(originals)
+        for module, name, value in originals:
+            setattr(module, name, value)
 
 
 @attrs.frozen

@@ -112,15 +112,15 @@ _rehearsed = contextvars.ContextVar("codalang_rehearsed", default=False)
 def rehearsal() -> Iterator[dict[KernelSpec, None]]:
     """Within it calls of tensors on `meta` are what they would be on a Hopper GPU: the kernels that they would launch,
     each once, in order.  None is compiled or launched."""
-    from codalang.lower import ahead, run
+    from codalang.lower import ahead, call
 
     token = _rehearsed.set(True)
-    run._CALLS.clear()  # what was rehearsed before would not be asked for again
+    call.forget()  # what was rehearsed before would not be asked for again
     try:
         with ahead.recorded() as specs:
             yield specs
     finally:
-        run._CALLS.clear()
+        call.forget()
         _rehearsed.reset(token)
 
 
@@ -175,10 +175,10 @@ def execute_listening(
     job: Job, values: Sequence[Value | Matrix], out: Mapping[str, Tensor] | None
 ) -> tuple[list[Tensor], Launch | None]:
     """`execute`, and what it launched where that was one kernel."""
-    from codalang.lower import run
+    from codalang.lower.call import listening
     from codalang.lower.spec import loaded_params
 
-    with run.listening() as calls:
+    with listening() as calls:
         outputs = execute(job, values, out)
     if len(calls) != 1:
         return outputs, None

@@ -41,8 +41,9 @@ from codalang.ir.epilogue import Epilogue, Node, Output, Param, Reduce, with_val
 from codalang.ir.infer import infer
 from codalang.ir.reference import TORCH_DTYPES
 from codalang.ir.types import Dtype, Kind, ValueType
-from codalang.lower import plan, run, split
+from codalang.lower import plan, split
 from codalang.lower.folded import Matrix
+from codalang.lower.prepare import prepared_operand
 from codalang.lower.spec import KernelSpec, Operand, loaded_params
 
 ROUNDING_ALLOWANCE = 1.05
@@ -342,7 +343,7 @@ def _configuration(case: Case, inputs: Inputs) -> plan.Config | None:
     names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
     loaded = tuple(names[inputs.named[p.name].dtype] for p in loaded_params(epilogue, True))
     stored = tuple(s.dtype or case.dtype for s in epilogue.stores)
-    majors = [run._operand(Matrix(t, 1), False)[1] for t in (inputs.a, inputs.b) if t is not None]
+    majors = [prepared_operand(Matrix(t, 1), False)[1] for t in (inputs.a, inputs.b) if t is not None]
     spec = KernelSpec(epilogue, Operand(case.dtype, *majors), loaded, stored, None)
     if case.parts is not None:
         tiling, parts = split.TILINGS[case.parts[0]], case.parts[1]

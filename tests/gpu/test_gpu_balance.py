@@ -67,7 +67,7 @@ def _poisoned(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.devic
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing may be read that was not written, the workspace included."""
-    monkeypatch.setattr(run, "empty", _poisoned)
+    monkeypatch.setattr("codalang.lower.call.empty", _poisoned)
     return
 
 

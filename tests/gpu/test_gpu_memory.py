@@ -16,6 +16,7 @@ from gpu_checks import GUARD
 from torch import Tensor
 
 from codalang.lower import plan, run, split
+from codalang.lower.dtypes import DTYPE_NAMES
 from codalang.lower.folded import Matrix
 from codalang.lower.spec import Config, KernelSpec, Operand
 from codalang.parser import parse
@@ -89,7 +90,7 @@ def test_outputs_go_into_buffers(name: str, m: int, n: int, k: int) -> None:
 def accumulated(m: int, n: int, k: int, dtype: torch.dtype, tiling: int | None) -> tuple[list[Guarded], Tensor, Tensor]:
     """Three results in place, one of another buffer, and the truth."""
     dy, x = _normal(k, m), _normal(k, n)
-    kind = run.DTYPE_NAMES[dtype]
+    kind = DTYPE_NAMES[dtype]
     config = _config(KernelSpec(ACCUMULATE, Operand("bf16", "mn", "mn"), (kind,), (kind,), None), tiling)
     start = _normal(m, n, dtype=dtype)
     in_place = []
@@ -148,7 +149,7 @@ def gradients(
 ) -> tuple[list[Guarded], list[Tensor], Tensor]:
     """Gradients accumulated in the layout of the weight: the buffers, views of them as the matrix is, and the truth."""
     extents, order = FOLDED[name]
-    start, kind = _normal(*extents(f, k), dtype=dtype), run.DTYPE_NAMES[dtype]
+    start, kind = _normal(*extents(f, k), dtype=dtype), DTYPE_NAMES[dtype]
     x, dy = _normal(t, k), _normal(t, start.numel() // k)
     config = _config(KernelSpec(ACCUMULATE, Operand("bf16", "mn", "mn"), (kind,), (kind,), None), tiling)
     buffers, views = [], []

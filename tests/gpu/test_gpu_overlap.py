@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from codalang.errors import CodaCallError
 from codalang.lower import run, split
+from codalang.lower.call import forget
 from codalang.lower.spec import KernelSpec, Operand
 from codalang.parser import parse
 
@@ -133,7 +135,7 @@ def kernels_needed(items: list[pytest.Item]) -> list[KernelSpec]:
         if test_rows_that_are_not_loaded_do_not_matter in functions:
             for m in ROWS:
                 short(m)
-    run._CALLS.clear()
+    forget()
     return list(specs)
 
 
@@ -148,5 +150,5 @@ def test_rows_that_are_not_loaded_do_not_matter(m: int) -> None:
 def test_a_configuration_for_fewer_rows_is_refused() -> None:
     config = next(c for c in split.candidates(PLAIN_SPEC, 16, 256, 256) if c.a_rows)
     a, b = (torch.zeros(m, 256, device="cuda", dtype=torch.bfloat16) for m in (17, 256))
-    with pytest.raises(run.CodaCallError):
+    with pytest.raises(CodaCallError):
         run.gemm(PLAIN, a, b, {}, config=config)

@@ -1,0 +1,182 @@
+"""What calls of one signature have in common, remembered; and what each of them does: allocate, launch, finish."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from codalang.lower.buffers import Written, check_sharing
+from codalang.lower.prepare import Prepare, Value
+
+empty = torch.empty  # how outputs and partials are allocated; tests replace it by one that poisons
+
+
+@attrs.frozen
+class Buffer:
+    """What a kernel writes into.
+
+    Attributes:
+        shape: what is allocated: a tile with a padded pitch, a vector as one row, or one partial per tile.
+        columns: columns of it that the kernel sees, where that is not all.
+        given: the output whose buffer, given by the caller, it is; None where it is allocated.
+        stride: of a folded one, which the caller gives.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    columns: int | None = None
+    given: str | None = None
+    stride: tuple[int, ...] | None = None
+
+    def allocate(self, device: torch.device, out: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The kernel's argument."""
+        if self.given is not None:
+            buffer = out[self.given]
+            return buffer.view(self.shape) if self.stride is None else buffer.as_strided(self.shape, self.stride)
+        tensor = empty(self.shape, dtype=self.dtype, device=device)
+        return tensor if self.columns is None else tensor[:, : self.columns]
+
+
+# Results of buffers.  The second argument has the caller's buffer for each that has one: it may be written there.
+Given = list[torch.Tensor | None] | None
+Finish = Callable[[list[torch.Tensor], Given], Iterable[torch.Tensor]]
+
+
+@attrs.frozen
+class Result:
+    """How outputs are made of buffers: `finish` gives one tensor per name, which is then cast to its dtype, or copied
+    into the caller's buffer where it is not there already."""
+
+    names: tuple[str, ...]
+    buffers: tuple[Buffer, ...]
+    finish: Finish
+    dtypes: tuple[torch.dtype, ...]
+
+
+@attrs.frozen
+class Call:
+    """A launch with everything decided: only pointers change from call to call of a signature.
+
+    Attributes:
+        launch: the compiled function.
+        prepare: for each tensor of the call, what makes it addressable, None where it is so.
+        operands: how many of them are operands of a GEMM; the others are the epilogue's inputs.
+        results: in the order of the kernel's signature.
+        names: the outputs' names in textual order.
+        tail: the integers, or tuples of them, that end the kernel's signature.
+        written: the caller's buffers.
+        parts: words of workspace and counters that a GEMM needs whose tiles come in parts; see `gather`.
+    """
+
+    launch: Callable[..., None]
+    prepare: tuple[Prepare | None, ...]
+    operands: int
+    results: tuple[Result, ...]
+    names: tuple[str, ...]
+    tail: tuple[int | tuple[int, ...], ...]
+    device: torch.device
+    written: tuple[Written, ...]
+    parts: tuple[int, int] | None = None
+
+    def run(self, values: tuple[Value, ...], out: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Allocate, launch on the current stream, finish.  Raises CodaCallError for buffers that share memory."""
+        if _listening.calls is not None:
+            _listening.calls.append(self)
+        if self.written:
+            check_sharing(self.written, values, out)
+        if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
+            return self.repeat(values, out)
+        with torch.cuda.device(self.device):
+            return self.repeat(values, out)
+
+    def repeat(self, values: tuple[Value, ...], out: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same on the current device, for buffers that are known to be apart."""
+        buffers = [[b.allocate(self.device, out) for b in r.buffers] for r in self.results]
+        tensors = [p(v) if p else v for p, v in zip(self.prepare, values, strict=True)]
+        outputs = tuple([b for group in buffers for b in group])
+        if self.parts:
+            workspace = empty((1, self.parts[0]), dtype=torch.float32, device=self.device)
+            outputs = (*outputs, workspace, _counters(self.device, self.parts[1]))
+        self.launch(*tensors[: self.operands], tuple(tensors[self.operands :]), outputs, *self.tail)
+        finished = {}
+        for result, group in zip(self.results, buffers, strict=True):
+            finals = result.finish(group, [out.get(name) for name in result.names] if out else None)
+            for name, tensor, dtype in zip(result.names, finals, result.dtypes, strict=True):
+                if name in out:
+                    in_place = tensor.data_ptr() == out[name].data_ptr()
+                    finished[name] = out[name] if in_place else filled(out[name], tensor)
+                else:
+                    finished[name] = tensor if tensor.dtype is dtype else tensor.to(dtype)
+        return {name: finished[name] for name in self.names}
+
+
+class _Listening(threading.local):
+    calls: list[Call] | None = None
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[Call]]:
+    """What this thread launches within, in order.  Who knows that tensors have the forms of those may `repeat` it."""
+    before, launched = _listening.calls, list[Call]()
+    _listening.calls = launched
+    try:
+        yield launched
+    finally:
+        _listening.calls = before
+
+
+_listening = _Listening()
+CALLS: dict[Any, Call] = {}  # by signature
+_MOST_CALLS = 4096  # a new sequence length is a new signature
+
+
+def remember(key: Any, call: Call) -> Call:
+    """Kept for the next call of its signature."""
+    if len(CALLS) >= _MOST_CALLS:
+        forget()
+    CALLS[key] = call
+    return call
+
+
+def forget() -> None:
+    """Calls are decided anew."""
+    CALLS.clear()
+
+
+_LEAST_COUNTERS = 4096  # so that they are seldom allocated anew
+_COUNTERS: dict[tuple[torch.device, int], torch.Tensor] = {}  # by device and stream; each kernel leaves zeros
+
+
+def _counters(device: torch.device, count: int) -> torch.Tensor:
+    """At least so many zeros, i32 [1, n], that no kernel uses which may run at the same time."""
+    if device.type != "cuda":
+        return torch.zeros((1, count), dtype=torch.int32, device=device)
+    if torch.cuda.is_current_stream_capturing():  # a graph may be replayed beside others of this stream
+        return torch.zeros((1, count), dtype=torch.int32, device=device)
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    found = _COUNTERS.get(key)
+    if found is None or found.shape[1] < count:
+        found = _COUNTERS[key] = torch.zeros((1, max(count, _LEAST_COUNTERS)), dtype=torch.int32, device=device)
+    return found
+
+
+def form(value: Value) -> Any:
+    """All that decides how a value is passed: two calls whose values have equal forms differ in pointers only."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.data_ptr() % 16, value.device
+    return None if value is None else "number"
+
+
+def forms(tensors: Mapping[str, torch.Tensor]) -> Iterable[Any]:
+    """The same of named tensors."""
+    return [(name, form(tensor)) for name, tensor in tensors.items()]
+
+
+def filled(target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A buffer of the caller with such contents."""
+    return target.copy_(values.view(target.shape))
