@@ -57,7 +57,7 @@ def _modulated(acc: Tensor, scale: Tensor, shift: Tensor, gate: Tensor) -> tuple
 @pytest.mark.parametrize("lead", [(B, T), (B * T,), (B, 2, T // 2)], ids=str)
 @pytest.mark.parametrize("samples", [B, 1, B * T])
 def test_values_and_gradients(lead: tuple[int, ...], samples: int) -> None:
-    """On a GEMM and hosted; samples need not be leading dimensions, one may have every row, or each row be one."""
+    """On a GEMM and hosted; samples of flat rows are of any size; one may have every row, or each row be one."""
     a, w, gate = _random(*lead, K), _random(N, K), _random(N)
     scale, shift = _random(samples, N), _random(samples, N)
     inputs = (a, w, scale, shift, gate)
@@ -144,6 +144,7 @@ def test_compiled() -> None:
         (((12, 6), (6,), (3, 6), (6,)), "scale", "got shape [6]"),
         (((12, 6), (3, 1, 6), (3, 6), (6,)), "scale", "call .flatten(0, -2)"),
         (((12, 6), (0, 6), (0, 6), (6,)), "scale", "`scale` makes B = 0 samples"),
+        (((4, 3, 6), (2, 6), (2, 6), (6,)), "scale", "`acc` has the leading dimensions [4, 3], the first of which"),
     ],
     ids=str,
 )

@@ -555,6 +555,48 @@ def test_results_that_are_arguments_are_copies(m):
     assert given["x"].any()
 
 
+RETURNED = """
+program returned(x: [T, D], s: scalar = 2, n: scalar: i32 = 3) {
+    y = x @ x.T
+    return (y, s, n)
+}
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_results_that_are_numbers_are_tensors(dtype):
+    function = codalang.load(RETURNED).returned
+    x = torch.randn(3, D, dtype=dtype, requires_grad=True)
+    for made, s in ((function(x), 2.0), (function(x, 0.5), 0.5), (function(x, s=1), 1.0)):
+        assert made.s.dtype is dtype and made.s.shape == () and made.s == s
+        assert made.n.dtype is torch.int32 and made.n == 3
+        (found,) = torch.autograd.grad(made.y.sum(), x)
+        assert close(found, 2 * x.sum(0).expand_as(x), 1e-5)
+    given = torch.tensor(2.0, requires_grad=True)
+    (found,) = torch.autograd.grad(function(x, given).s * 3, given)
+    assert found == 3
+    with pytest.raises(CodaCallError, match="`s` of `returned` must be a tensor scalar or a number, got str"):
+        function(x, "2")
+    alone = codalang.load("program p(s: scalar = 2) {\n return s\n}").p
+    assert torch.equal(alone(), torch.tensor(2.0)) and torch.equal(alone(3), torch.tensor(3.0))
+
+
+def test_another_default_device(m):
+    """Numbers are made where the arguments are."""
+    given = values("block") | {"s": 0.25}
+    expected = results_of(m.block(**given))
+    wanted = torch.autograd.grad(expected[0].sum(), given["x"])
+    try:
+        torch.set_default_device("meta")
+        ours = results_of(m.block(**given))
+        found = torch.autograd.grad(ours[0].sum(), given["x"])
+        run = program_reference.run(m.block.program, {n: v for n, v in given.items() if n != "s"})
+    finally:
+        torch.set_default_device(None)
+    assert all(torch.equal(o, e) for o, e in zip((*ours, *found), (*expected, *wanted), strict=True))
+    assert run["x2"].device.type == "cpu"
+
+
 def test_results_may_be_written_into(m):
     """What was returned and then overwritten cannot be used by the backward in silence."""
     given = values("block")
@@ -720,7 +762,14 @@ WRONG = {
     "True for a number": (_wrong("s", lambda s: True), "s", "or a number, got bool"),
     "a dimension": (_wrong("w2", lambda w: w[:, :-1]), "w2", r"axis of 5 where `block` declares F, and F = 6 by `w1`"),
     "rows": (_wrong("x", lambda x: x[:-1]), "x", r"axis of 4 where `block` declares T, and T = 5 by `y`"),
+    "batches of other rows": (
+        _wrong("x", lambda x: torch.stack((x, x))),
+        "x",
+        r"`x` of shape \[2, 5, 8\], with its leading dimensions joined \[10, 8\], has an axis of 10 where `block`",
+    ),
     "too few axes": (_wrong("w1", lambda w: w[0]), "w1", r"`w1` is declared \[2, F, D\], got shape \[6, 8\]"),
+    "halves joined": (_wrong("w1", lambda w: w.flatten(0, 1)), "w1", r"got shape \[12, 8\](.|\n)*\.view\(2, F, D\)"),
+    "a scalar of one element": (_wrong("s", lambda s: s[None]), "s", r"call \.reshape\(\(\)\)"),
     "too many axes": (_wrong("w1", lambda w: w[None]), "w1", r"`w1` is declared \[2, F, D\], got shape"),
     "three halves": (_wrong("w1", lambda w: torch.cat((w, w))[:3]), "w1", "an axis of 3 where `block` declares 2"),
     "a scalar with an axis": (_wrong("s", lambda s: s[None]), "s", "declared scalar, got shape"),
@@ -736,6 +785,73 @@ def test_wrong_calls(m, case):
     with pytest.raises(CodaCallError, match=words) as caught:
         m.block(**change(values("block")))
     assert caught.value.argument == argument
+
+
+def test_a_wrong_shape_shows_both_declarations(m):
+    given = values("block")
+    with pytest.raises(CodaCallError) as caught:
+        m.block(**given | {"w0": given["w0"][:, 1:]})
+    first, line, carets, note, *_ = str(caught.value).splitlines()
+    assert first.endswith("`w0` of shape [8, 3] has an axis of 3 where `block` declares H, and H = 4 by `y`")
+    assert line.partition("| ")[2][carets.index("^") - line.index("| ") - 2 :].startswith("w0: [D, H]")
+    assert carets.count("^") == len("w0: [D, H]") and note.endswith("note: `y` is [T, H], here [5, 4]")
+
+
+@pytest.mark.parametrize("lead", [(5,), (2, 3)])
+def test_a_statistic_that_kept_its_dimension_is_no_batch(m, lead):
+    given = values("loss", lead=lead)
+    for name in ("weight", "target"):
+        with pytest.raises(CodaCallError, match=f"`{name}` of `loss`(.|\n)*hint: .*call .squeeze\\(-1\\)") as caught:
+            m.loss(**given | {name: given[name].unsqueeze(-1)})
+        assert caught.value.argument == name
+    flat = given | {"h": given["h"].reshape(-1, D), "weight": given["weight"].reshape(1, -1)}
+    with pytest.raises(CodaCallError, match=r"`weight` of `loss` .* for T, but `h` has \[\d\] for T"):
+        m.loss(**flat | {"target": given["target"].reshape(-1)})
+
+
+def test_leading_dimensions_of_vectors_alone():
+    scaled = codalang.load("program scaled(x: [T], w: [D, D]) {\n y = x * 2\n q = w @ w\n return (y, q)\n}").scaled
+    x, w = torch.randn(2, 3), torch.randn(4, 4)
+    assert torch.equal(scaled(x, w).y, x * 2)
+
+
+SAMPLES = """
+epilogue gated(acc: tile[M, N], gate: row[B, N]) { store y: tile[M, N] = acc * gate }
+program samples(x: [T, D], w: [D, D], gate: [B, D]) {
+    y = gated(x @ w.T, gate)
+    return y
+}
+"""
+
+
+def test_samples_are_leading_dimensions():
+    function = codalang.load(SAMPLES).samples
+    x, w = torch.randn(4, 2, 3, D), torch.randn(D, D)
+    for count in (1, 4, 8):
+        gate = torch.randn(count, D)
+        expected = (x @ w.T).reshape(count, -1, D) * gate[:, None]
+        assert close(function(x, w, gate), expected.reshape(x.shape), 1e-6)
+    for count in (2, 3, 12):
+        with pytest.raises(CodaCallError, match=rf"B = {count} samples, but the leading .* are \[4, 2, 3\]") as caught:
+            function(x, w, torch.randn(count, D))
+        assert caught.value.argument == "gate"
+        assert function(x.flatten(0, 2), w, torch.randn(count, D)).shape == (24, D)
+
+
+def test_a_parameter_called_self():
+    text = "program p(self: [T, D], w: [D, D]) {\n y = self @ w.T\n return y\n}"
+    x, w = torch.randn(3, D), torch.randn(D, D)
+    assert close(codalang.load(text).p(self=x, w=w), x @ w.T, 1e-6)
+
+
+def test_results_that_python_has_no_fields_for():
+    text = "program p(x: [T, D], w: [D, D]) {\n class = x @ w\n _h = class @ w\n return (class, _h, x)\n}"
+    x, w = torch.randn(3, D), torch.randn(D, D)
+    made = codalang.load(text).p(x, w)
+    assert made._fields == ("class_", "field_h", "x") and close(made.field_h, made.class_ @ w, 1e-6)
+    assert pickle.loads(pickle.dumps(made))._fields == made._fields
+    both = codalang.load(text.replace("_h", "class_")).p(x, w)
+    assert both._fields == ("class__", "class_", "x") and close(both.class_, both.class__ @ w, 1e-6)
 
 
 def test_too_many_arguments_and_one_twice(m):

@@ -45,8 +45,8 @@ def bind(
         CodaCallError: an input is missing, unknown, of the wrong shape, dtype or device, or extents are undetermined.
     """
     _check_names(epilogue, inputs)
-    tensors = {p.name: _as_tensor(epilogue, p, inputs[p.name]) for p in epilogue.params}
     device = _common_device(epilogue, inputs)
+    tensors = {p.name: _as_tensor(epilogue, p, inputs[p.name], device) for p in epilogue.params}
     rows, columns, samples = _bind_extents(epilogue, tensors, extents)
     size = rows // samples if samples else 0
     whole = Context(
@@ -87,14 +87,15 @@ def _check_names(epilogue: Epilogue, inputs: Collection[str]) -> None:
             )
 
 
-def _as_tensor(epilogue: Epilogue, param: Param, value: Tensor | float) -> Tensor:
-    """A tensor with as many axes as the parameter's kind has.  A number will do for a scalar."""
+def _as_tensor(epilogue: Epilogue, param: Param, value: Tensor | float, device: torch.device) -> Tensor:
+    """A tensor with as many axes as the parameter's kind has.  A number will do for a scalar, and is made on `device`:
+    the caller's default device may be another."""
     wanted = param.type.show(epilogue.dims)
     numbers = _NUMBERS[param.type.dtype]
     if not isinstance(value, Tensor):
         if param.type.kind is Kind.SCALAR and isinstance(value, numbers.python) and not numbers.refuses(value):
             try:
-                return torch.tensor(value, dtype=numbers.exact)
+                return torch.tensor(value, dtype=numbers.exact, device=device)
             except (OverflowError, RuntimeError, ValueError):  # which one depends on the dtype and on torch's version
                 got = f"an {type(value).__name__} that is too large"
         else:

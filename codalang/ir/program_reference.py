@@ -19,61 +19,108 @@ from torch import Tensor
 from codalang.errors import CodaCallError
 from codalang.ir import reference
 from codalang.ir.dims import Dim
-from codalang.ir.program import Apply, Matmul, Product, Program, Statement, TensorType, Value, Vector
+from codalang.ir.program import Apply, Matmul, Product, Program, ProgramParam, Statement, TensorType, Value, Vector
 from codalang.ir.reference import Storage
 from codalang.ir.types import Dtype, Kind
 
 Number = float | int | bool
 
 
-def sizes(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+def sizes(
+    program: Program, shapes: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, int]:
     """The number that each dimension name stands for, by the shape of each parameter that is given.
+
+    `given`: the shapes as the caller has them, where batch dimensions were joined.
 
     Raises CodaCallError where a shape does not fit its declaration, or the shapes leave a name open.
     """
+    given = shapes if given is None else given
+    for param in program.params:
+        if param.name in shapes:
+            check_rank(param, shapes[param.name])
     pending = [
-        (param.name, extent, shapes[param.name][axis])
+        (param, extent, shapes[param.name][axis])
         for param in program.params
-        if param.name in shapes and _checked_rank(param.name, param.type, shapes[param.name])
+        if param.name in shapes
         for axis, extent in enumerate(param.type.shape)
     ]
     found: dict[str, int] = {}
-    source: dict[str, str] = {}
+    source: dict[str, ProgramParam] = {}
     while pending:
         open_ = []
-        for name, extent, have in pending:
+        for param, extent, have in pending:
+            shape = shapes[param.name]
             if extent.names <= found.keys():
                 wanted = extent.evaluate(found)
                 if wanted != have:
-                    said = " and ".join(f"{n} = {found[n]} by `{source[n]}`" for n in sorted(extent.names))
+                    names = sorted(extent.names)
+                    said = " and ".join(f"{n} = {found[n]} by `{source[n].name}`" for n in names)
+                    deciding = {source[n].name: source[n] for n in names if source[n] is not param}
                     raise CodaCallError(
-                        f"`{name}` has an axis of {have} where `{program.name}` declares {extent}"
+                        misfit(program, param, extent, have, shape, given[param.name])
                         + (f", and {said}" if said else ""),
-                        argument=name,
+                        param.loc,
+                        notes=tuple(
+                            (p.loc, f"`{name}` is {p.type}, here {list(given[name])}")
+                            for name, p in deciding.items()
+                            if p.loc is not None
+                        ),
+                        argument=param.name,
                     )
             elif (solved := extent.solve(have, found)) is not None:
                 dim, value = solved
                 if value.denominator != 1 or value < 0:
                     raise CodaCallError(
-                        f"`{name}` has an axis of {have} where `{program.name}` declares {extent}, for which no whole "
-                        f"{dim} fits",
-                        argument=name,
+                        misfit(program, param, extent, have, shape, given[param.name])
+                        + f", for which no whole {dim} fits",
+                        param.loc,
+                        argument=param.name,
                     )
-                found[dim], source[dim] = int(value), name
+                found[dim], source[dim] = int(value), param
             else:
-                open_.append((name, extent, have))
+                open_.append((param, extent, have))
         if len(open_) == len(pending):
-            name, extent, _ = open_[0]
+            param, extent, _ = open_[0]
             missing = ", ".join(sorted(extent.names - found.keys()))
-            raise CodaCallError(f"the shapes do not say what {missing} of `{program.name}` is", argument=name)
+            raise CodaCallError(
+                f"the shapes do not say what {missing} of `{program.name}` is", param.loc, argument=param.name
+            )
         pending = open_
     return found
 
 
-def _checked_rank(name: str, type_: TensorType, shape: Sequence[int]) -> bool:
-    if len(shape) != len(type_.shape):
-        raise CodaCallError(f"`{name}` is declared {type_}, got shape {list(shape)}", argument=name)
-    return True
+def misfit(
+    program: Program, param: ProgramParam, extent: Dim, have: int, shape: Sequence[int], given: Sequence[int]
+) -> str:
+    """That an axis is not as declared.  `shape`: batch dimensions joined; `given`: as the caller has it."""
+    joined = f", with its leading dimensions joined {list(shape)}," if len(shape) != len(given) else ""
+    return (
+        f"`{param.name}` of shape {list(given)}{joined} has an axis of {have} where `{program.name}` declares {extent}"
+    )
+
+
+def check_rank(param: ProgramParam, shape: Sequence[int]) -> None:
+    """Raises CodaCallError where a shape has not as many axes as declared."""
+    if len(shape) != len(param.type.shape):
+        raise CodaCallError(
+            f"`{param.name}` is declared {param.type}, got shape {list(shape)}",
+            param.loc,
+            argument=param.name,
+            hint=_rank_hint(param.type, shape),
+        )
+
+
+def _rank_hint(type_: TensorType, shape: Sequence[int]) -> str | None:
+    """What makes the declared shape of one that has the same elements in other axes."""
+    declared = type_.shape
+    pair = type_.pair_axis
+    if 0 < len(shape) < len(declared) and (pair is not None or len(declared) > 2):
+        halves = "" if pair is None else ": the two halves stand one after the other"
+        return f"call .view({', '.join(map(str, declared))}){halves}"
+    if not declared and all(extent == 1 for extent in shape):
+        return "a scalar is a number or a tensor without dimensions: call .reshape(())"
+    return None
 
 
 def view(tensor: Tensor, type_: TensorType, kind: Kind) -> Tensor:
@@ -122,12 +169,14 @@ def run(
         CodaCallError: an input is missing or does not fit.
     """
     values: dict[str, Tensor] = {}
+    device = next((v.device for v in inputs.values() if isinstance(v, Tensor)), torch.device("cpu"))
     for param in program.params:
         given = inputs.get(param.name, param.default)
         if given is None:
             raise CodaCallError(f"`{param.name}` of `{program.name}` is missing", argument=param.name)
         floats = param.type.dtype is Dtype.F32
-        values[param.name] = torch.as_tensor(given, dtype=dtype) if floats else torch.as_tensor(given)
+        on = given.device if isinstance(given, Tensor) else device
+        values[param.name] = torch.as_tensor(given, dtype=dtype if floats else None, device=on)
     extents = sizes(program, {name: value.shape for name, value in values.items()})
     execution = _Execution(dtype, storage, extents, {p.name: p.type for p in program.params}, values)
     for statement in program.statements:

@@ -45,9 +45,14 @@ class ProgramFunction:
         self._operator = ProgramOperator.of(program)
         self._text = text_of(program)  # at once: where a compiler traces a call, nothing can be printed
         self._pack = packer(program.name, program.results)
+        self._returned_scalars = tuple(
+            (i, ELEMENTS[p.type.dtype])
+            for i, p in enumerate(program.params)
+            if not p.type.shape and p.name in program.results
+        )
         self._calls: dict[object, tuple[Binding, Shaped]] = {}
 
-    def __call__(self, *args: Value, **named: Value) -> Any:
+    def __call__(self, /, *args: Value, **named: Value) -> Any:
         """Bind, check, run; one tensor, or a named tuple."""
         values: list[Any] = list(args)
         if named or len(args) != len(self.program.params):
@@ -59,6 +64,9 @@ class ProgramFunction:
     def call_bound(self, values: list[Any]) -> Sequence[Tensor]:
         """The results, for values in the order of the parameters."""
         refuse_transforms(values)
+        if self._returned_scalars:
+            numbers = [i for i, elements in self._returned_scalars if elements.number(values[i])]
+            values = self._as_tensors(values, numbers)
         binding, shaped = self._shaped(values)
         for slot in binding.moved:
             values[slot] = values[slot].to(binding.device)
@@ -89,14 +97,18 @@ class ProgramFunction:
         return binding, Shaped(self._operator, setting, wanted)
 
     def _call_traced(self, values: list[Any]) -> Sequence[Tensor]:
+        return call(self._text, self._as_tensors(values, range(len(values))))
+
+    def _as_tensors(self, values: Sequence[Any], which: Collection[int]) -> list[Any]:
+        """The numbers among these values as tensors without dimensions."""
         like = next((v for v in values if isinstance(v, Tensor) and v.dim() > 0), None)
-        dtype = torch.float64 if like is not None and like.dtype is torch.float64 else torch.float32
+        wide = any(isinstance(v, Tensor) and v.dtype is torch.float64 for v in values)
+        dtype = torch.float64 if wide else torch.float32
         device = None if like is None else like.device
-        tensors = [
-            v if isinstance(v, Tensor) else ELEMENTS[p.type.dtype].as_tensor(v, dtype, device)
-            for v, p in zip(values, self.program.params, strict=True)
+        return [
+            v if isinstance(v, Tensor) or i not in which else ELEMENTS[p.type.dtype].as_tensor(v, dtype, device)
+            for i, (v, p) in enumerate(zip(values, self.program.params, strict=True))
         ]
-        return call(self._text, tensors)
 
     @property
     def name(self) -> str:

@@ -8,8 +8,8 @@
 | anything else  | a tensor of that shape                                                                             |
 
 One dimension name of a program may stand for batch dimensions: all arguments that have more axes than they are
-declared with must agree about them.  A result whose rows are that dimension, or the leading axes of some parameter
-(`x: [B, S, D]` has B*S rows), gets them back.
+declared with must agree about them, and vectors with matrices, where any have such rows.  A result whose rows are that
+dimension, or the leading axes of some parameter (`x: [B, S, D]` has B*S rows), gets them back.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from torch import Tensor
 
 from codalang.errors import CodaCallError
 from codalang.ir.dims import Dim
-from codalang.ir.program import Program, ProgramParam, TensorType
+from codalang.ir.program import Apply, Program, ProgramParam, TensorType
+from codalang.ir.program_reference import check_rank, misfit
 from codalang.ir.program_reference import sizes as sizes_of
 from codalang.ir.reference import TORCH_DTYPES
-from codalang.torch.signature import ELEMENTS, FLOATING, Extent, Value
+from codalang.torch.signature import ELEMENTS, FLOATING, Extent, Value, are_leading
 
 _MISSING = object()
 
@@ -130,14 +131,16 @@ def check(program: Program, values: Sequence[object]) -> Binding:
     shapes = tuple(tuple(v.shape) if isinstance(v, Tensor) else () for v in values)
     batch = _batch(program, shapes)
     flat = tuple(_flattened(p.type, shape) for p, shape in zip(program.params, shapes, strict=True))
-    sizes = _sizes(program, flat)
+    sizes = _sizes(program, flat, shapes)
+    leads = _leads(program, flat) | batch
+    _check_samples(program, sizes, leads)
     dtypes = tuple(v.dtype if isinstance(v, Tensor) else None for v in values)
     return Binding(
         sizes=sizes,
         shapes=shapes,
         flat=flat,
         dtypes=dtypes,
-        leads=_leads(program, flat) | batch,
+        leads=leads,
         compute=torch.float64 if torch.float64 in dtypes else torch.float32,
         device=device,
         moved=tuple(i for i, v in enumerate(values) if isinstance(v, Tensor) and v.device != device),
@@ -203,25 +206,62 @@ def _common_device(program: Program, values: Sequence[object]) -> torch.device:
 
 
 def _batch(program: Program, shapes: Sequence[Shape]) -> dict[Dim, Shape]:
-    """The dimension that stands for batch dimensions, and those; empty where no argument has them."""
-    found: tuple[str, Dim, Shape] | None = None
+    """The dimension that stands for batch dimensions, and those; empty where no argument has them.
+
+    Where matrices have such rows, one of them has those dimensions: a vector of several axes beside them is no batch,
+    but a statistic that kept a dimension of 1.
+    """
+    leads = []
     for param, shape in zip(program.params, shapes, strict=True):
         declared = param.type.shape
         extra = len(shape) - len(declared)
-        if extra <= 0 or not declared or not _is_name(declared[0]):
-            continue  # what does not fit is found by `sizes`
-        lead = shape[: extra + 1]
+        if extra >= 0 and declared and _is_name(declared[0]):  # what does not fit is found by `sizes`
+            leads.append((param, declared[0], shape[: extra + 1]))
+    found: tuple[str, Dim, Shape] | None = None
+    for param, dim, lead in leads:
+        if len(lead) == 1:
+            continue
+        if len(param.type.shape) == 1:
+            matrices = [(p.name, d, other) for p, d, other in leads if d == dim and len(p.type.shape) > 1]
+            if matrices and all(other != lead for _, _, other in matrices):
+                raise _disagreement(program, param, dim, lead, matrices[0])
         if found is None:
-            found = (param.name, declared[0], lead)
-        elif found[1:] != (declared[0], lead):
-            other, dim, wanted = found
-            raise CodaCallError(
-                f"`{param.name}` of `{program.name}` is declared {param.type} and has the leading dimensions "
-                f"{list(lead)} for {declared[0]}, but `{other}` has {list(wanted)} for {dim}",
-                param.loc,
-                argument=param.name,
-            )
+            found = (param.name, dim, lead)
+        elif found[1:] != (dim, lead):
+            raise _disagreement(program, param, dim, lead, found)
     return {found[1]: found[2]} if found else {}
+
+
+def _disagreement(
+    program: Program, param: ProgramParam, dim: Dim, lead: Shape, other: tuple[str, Dim, Shape]
+) -> CodaCallError:
+    name, its, wanted = other
+    kept = len(param.type.shape) == 1 and lead[-1] == 1
+    return CodaCallError(
+        f"`{param.name}` of `{program.name}` is declared {param.type} and has the leading dimensions {list(lead)} for "
+        f"{dim}, but `{name}` has {list(wanted)} for {its}",
+        param.loc,
+        argument=param.name,
+        hint="a col has no trailing dimension of 1: call .squeeze(-1)" if kept else None,
+    )
+
+
+def _check_samples(program: Program, sizes: Mapping[str, Extent], leads: Mapping[Dim, Shape]) -> None:
+    """Where rows are of several leading dimensions, samples are whole ones."""
+    for statement in program.statements:
+        if not isinstance(statement, Apply) or len(statement.extents) < 3:
+            continue
+        rows, _, samples = statement.extents
+        lead, count = leads.get(rows, ()), extent(samples, sizes)
+        if not are_leading(count, lead):
+            param = next((p for p in program.params if p.type.shape and p.type.shape[0] == samples), None)
+            raise CodaCallError(
+                f"`{statement.epilogue.name}` of `{program.name}` has {samples} = {count} samples, but the leading "
+                f"dimensions of its {rows} rows are {list(lead)}, the first of which make no {count} samples",
+                param.loc if param is not None else statement.loc,
+                argument=param.name if param is not None else None,
+                hint="samples are the leading dimension of their rows; flatten it where others are meant",
+            )
 
 
 def _is_name(dim: Dim) -> bool:
@@ -245,38 +285,33 @@ def _leads(program: Program, flat: Sequence[Shape]) -> dict[Dim, Shape]:
     return leads
 
 
-def _sizes(program: Program, shapes: Sequence[Shape]) -> dict[str, Extent]:
+def _sizes(program: Program, shapes: Sequence[Shape], given: Sequence[Shape]) -> dict[str, Extent]:
     """What each dimension name is.  Raises CodaCallError that names the arguments which disagree."""
     if all(isinstance(axis, int) for shape in shapes for axis in shape):
-        return dict(sizes_of(program, {p.name: s for p, s in zip(program.params, shapes, strict=True)}))
-    return _symbolic_sizes(program, shapes)
+        names = [p.name for p in program.params]
+        return dict(sizes_of(program, dict(zip(names, shapes, strict=True)), dict(zip(names, given, strict=True))))
+    return _symbolic_sizes(program, shapes, given)
 
 
-def _symbolic_sizes(program: Program, shapes: Sequence[Shape]) -> dict[str, Extent]:
+def _symbolic_sizes(program: Program, shapes: Sequence[Shape], given: Sequence[Shape]) -> dict[str, Extent]:
     """The same while a compiler traces: sizes may be symbols, and what is compared becomes a guard."""
     sizes: dict[str, Extent] = {}
     pending = []
-    for param, shape in zip(program.params, shapes, strict=True):
-        if len(shape) != len(param.type.shape):
-            raise CodaCallError(
-                f"`{param.name}` is declared {param.type}, got shape {list(shape)}", param.loc, argument=param.name
-            )
-        pending += [(param, declared, have) for declared, have in zip(param.type.shape, shape, strict=True)]
+    for param, shape, whole in zip(program.params, shapes, given, strict=True):
+        check_rank(param, shape)
+        both = (shape, whole)
+        pending += [(param, declared, have, both) for declared, have in zip(param.type.shape, shape, strict=True)]
     while pending:
         open_ = []
-        for param, declared, have in pending:
+        for param, declared, have, both in pending:
             unknown = sorted(declared.names - sizes.keys())
             if not unknown:
                 if extent(declared, sizes) != have:
-                    raise CodaCallError(
-                        f"`{param.name}` has an axis of {have} where `{program.name}` declares {declared}",
-                        param.loc,
-                        argument=param.name,
-                    )
+                    raise CodaCallError(misfit(program, param, declared, have, *both), param.loc, argument=param.name)
             elif len(unknown) == 1 and (solved := _solved(declared, unknown[0], have, sizes)) is not None:
                 sizes[unknown[0]] = solved
             else:
-                open_.append((param, declared, have))
+                open_.append((param, declared, have, both))
         if len(open_) == len(pending):
             raise CodaCallError(
                 f"the shapes do not say what {', '.join(sorted(open_[0][1].names - sizes.keys()))} of "

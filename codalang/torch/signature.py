@@ -19,7 +19,7 @@ What a parameter holds is floats of any dtype, int32 or int64 or bool as it is d
 
 Hosted calls take the accumulator itself as their first tile; `...` and N are then whatever the first arguments that
 have them say, or the `extents` that the caller gives.  Where no argument has B, it is the first of several leading
-dimensions.
+dimensions; where one has, B samples are whole leading dimensions.
 """
 
 from __future__ import annotations
@@ -163,6 +163,11 @@ def lead_of(item: Param | Output, rows: tuple[Extent, ...], samples: Extent) -> 
     if item.type.kind is Kind.ROWS:
         return (samples,)
     return rows if item.type.kind.has_rows else ()
+
+
+def are_leading(samples: Extent, lead: Sequence[Extent]) -> bool:
+    """Are samples whole leading dimensions of their rows: all rows, those of the first, of the first two, ...?"""
+    return len(lead) < 2 or any(samples == math.prod(lead[:count]) for count in range(len(lead) + 1))
 
 
 def columns_of(width: Fraction | None, columns: Extent) -> tuple[Extent, ...]:
@@ -409,6 +414,14 @@ class _Shapes:
                 f"`{self.rows_by}` makes {self.m} = {self.rows}, which is no multiple of it",
                 self.epilogue.loc,
                 argument=self.samples_by,
+            )
+        if not are_leading(samples, self.lead):
+            raise CodaCallError(
+                f"`{self.samples_by}` makes {symbol} = {samples} samples, but `{self.rows_by}` has the leading "
+                f"dimensions {_show(self.lead)}, the first of which make no {samples} samples",
+                self.epilogue.loc,
+                argument=self.samples_by,
+                hint=f"samples are the leading dimension of `{self.rows_by}`; flatten it where others are meant",
             )
         return samples
 
