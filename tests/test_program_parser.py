@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_program_errors import EPILOGUES
 
-from codalang.errors import CodaError, CodaNameError, CodaUnsupportedError, Source
+import codalang
+from codalang.errors import CodaError, CodaNameError, CodaTypeError, CodaUnsupportedError, Source
 from codalang.ir import program_reference as reference
 from codalang.ir.build_program import ExpressionBuilder, ProgramBuilder
 from codalang.ir.dims import Dim
@@ -21,7 +22,7 @@ from codalang.ir.printer import print_module, print_program
 from codalang.ir.program import Apply, Matmul, Product, Program, TensorType, Vector
 from codalang.ir.simplify_program import simplify_program
 from codalang.ir.types import Dtype
-from codalang.ir.verify_program import verify_program
+from codalang.ir.verify_program import check_determined, verify_program
 from codalang.parser import format_source, parse, read_source
 
 ROOT = Path(__file__).parent.parent
@@ -391,12 +392,35 @@ def test_a_chain_of_calls_may_be_long() -> None:
     assert parse(chain).programs["p1999"].statements == parse(chain).programs["p0"].statements
 
 
-def test_calls_that_double_are_an_error_in_time() -> None:
-    text = "program p0(x: [T]) {\n y = exp(x)\n return y\n}\n" + "".join(
-        f"program p{i}(x: [T]) {{\n a = p{i - 1}(x)\n y = p{i - 1}(a)\n return y\n}}\n" for i in range(1, 60)
+@pytest.mark.parametrize(
+    ("shape", "step"), [("[T]", "exp(x)"), ("[T]", " * ".join("x" * 500)), ("[T, T]", "x @ x.T"), ("[T, T]", "tanh(x)")]
+)
+def test_calls_that_double_are_an_error_in_time(shape: str, step: str) -> None:
+    text = f"{EPILOGUES}\nprogram p0(x: {shape}) {{\n y = {step}\n return y\n}}\n" + "".join(
+        f"program p{i}(x: {shape}) {{\n a = p{i - 1}(x)\n y = p{i - 1}(a)\n return y\n}}\n" for i in range(1, 60)
     )
-    with pytest.raises(CodaUnsupportedError, match="makes more than 100,000 statements"):
+    start = time.process_time()
+    with pytest.raises(CodaUnsupportedError, match="takes more than 25,000 steps"):
         parse(text)
+    assert time.process_time() - start < 20
+
+
+# Dimensions
+
+
+def test_dimensions_that_no_shape_gives_are_an_error_at_load() -> None:
+    text = "program p(x: [T, A + B], w: [D, A + B]{}) {{\n    y = x @ w.T\n    return y\n}}\n"
+    with pytest.raises(CodaTypeError, match="do not say what `A` and `B` of `p` are") as caught:
+        codalang.load(text.format(""))
+    assert caught.value.loc is not None and (caught.value.loc.line, caught.value.loc.column) == (1, 11)
+    with pytest.raises(CodaTypeError, match="do not say what `A` and `B`"):
+        check_determined(parse(text.format(", g: [A*A]")).programs["p"])
+    loaded = codalang.load(text.format(", g: [A]"))
+    assert loaded.p(torch.ones(2, 5), torch.ones(3, 5), torch.ones(4)).shape == (2, 3)
+    # A derived program knows its sizes: it is checked at the call alone.
+    x = torch.ones(2, 5, requires_grad=True)
+    loaded.p(x, torch.ones(3, 5), torch.ones(4)).sum().backward()
+    assert torch.equal(x.grad, torch.full((2, 5), 3.0))
 
 
 # Files

@@ -10,7 +10,7 @@ from codalang.ir.epilogue import Epilogue
 from codalang.ir.module import Module
 from codalang.ir.program import Program
 from codalang.ir.verify import verify
-from codalang.ir.verify_program import verify_program
+from codalang.ir.verify_program import check_determined, verify_program
 from codalang.parser import decode, parse, read_source
 from codalang.sources import resolve
 
@@ -40,6 +40,7 @@ def load_program(argument: str, precise: bool = False) -> Module:
         verify(epilogue)
     for program in module.programs.values():
         verify_program(program)
+        check_determined(program)
     return module
 
 

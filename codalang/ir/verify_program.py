@@ -40,6 +40,33 @@ def verify_program(program: Program) -> None:
             raise _not_canonical(given, made)
 
 
+def check_determined(program: Program) -> None:
+    """Raise CodaTypeError where the arguments' shapes cannot say what a dimension is: no call of the program would run.
+
+    A derived program may be one, since it lacks parameters of its forward: whoever runs it knows the sizes.
+    """
+    found: set[str] = set()
+    open_ = [(param, extent) for param in program.params for extent in param.type.shape]
+    while open_:
+        later = []
+        for param, extent in open_:
+            unknown = extent.names - found
+            if len(unknown) == 1 and all(m.count(next(iter(unknown))) <= 1 for m, _ in extent.terms):
+                found |= unknown
+            elif unknown:
+                later.append((param, extent))
+        if len(later) == len(open_):
+            param, extent = later[0]
+            names = sorted(extent.names - found)
+            raise CodaTypeError(
+                f"the shapes of the arguments do not say what {' and '.join(f'`{name}`' for name in names)} of "
+                f"`{program.name}` {'is' if len(names) == 1 else 'are'}",
+                param.loc,
+                hint=f"give `{extent}` a name of its own, or each of the names an axis of some parameter",
+            )
+        open_ = later
+
+
 def _check_name(name: object, what: str, loc: Loc | None) -> None:
     if not is_name(name):
         raise CodaNameError(

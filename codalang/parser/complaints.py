@@ -8,6 +8,7 @@ what was expected and what came.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Collection, Iterable
 
 import attrs
@@ -15,6 +16,7 @@ from lark import Token, UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
 from codalang.errors import CodaError, CodaSyntaxError, Loc, Source
 from codalang.ir.names import KEYWORDS
+from codalang.parser.library import library_names
 from codalang.parser.newlines import NEWLINE, OPERATORS
 
 END = "$END"
@@ -34,6 +36,17 @@ _FOREIGN_WORDS = {
     "var": "write `let name = expression`",
     "const": "write `let name = expression`",
 }
+
+# What another language's word would do -> how a program says it; elsewhere it is `_FOREIGN_WORDS`.
+_FOREIGN_IN_PROGRAM = {
+    "if": "a program has no branches: `where(condition, a, b)` chooses between numbers, here and in epilogues",
+    "for": "a program has no loops: write each statement; what repeats is a program of its own, which others call",
+    "def": "write `program name(x: [T, D]) { ... }`",
+    "var": "write `name = expression`",
+}
+
+_TRANSPOSE = frozenset({"t", "mt", "h", "mh", "transpose"})
+_MATMULS = frozenset({"matmul", "mm", "bmm", "dot", "linear"})
 
 _FOREIGN_CHARACTERS = {
     ";": "a statement ends with its line",
@@ -116,6 +129,10 @@ class _Situation:
     @property
     def text(self) -> str:
         return shorten(str(self.token))
+
+    @property
+    def in_program(self) -> bool:
+        return any(token.type == "PROGRAM" for token in self.open)
 
     @property
     def line(self) -> str:
@@ -284,6 +301,35 @@ def _in_program(s: _Situation) -> CodaError:
     return CodaSyntaxError(message, s.loc, hint=hint)
 
 
+def _foreign_word(word: str, loc: Loc, in_program: bool) -> CodaError:
+    hint = (_FOREIGN_IN_PROGRAM if in_program else {}).get(word, _FOREIGN_WORDS[word])
+    return CodaSyntaxError(f"there is no `{word}`", loc, hint=hint)
+
+
+_METHOD = re.compile(r"(\w+)[ \t]*\.[ \t]*([A-Za-z_]\w*)[ \t]*$")
+
+
+def _method(s: _Situation) -> bool:
+    """`w.t()`, or `torch.relu(x)`."""
+    return s.token.type == "LPAR" and _METHOD.search(s.line[: s.loc.column - 1]) is not None
+
+
+def _called_method(s: _Situation) -> CodaError:
+    found = _METHOD.search(s.line[: s.loc.column - 1])
+    assert found is not None
+    name = found[2]
+    if name.lower() in _TRANSPOSE:
+        hint = "a transposed operand of a matmul is `w.T`"
+    elif name in _MATMULS:
+        hint = "a matmul is `x @ w.T`, in a program"
+    elif s.in_program and name in library_names():
+        hint = f"`import {name}` imports an epilogue: `y = {name}(x @ w.T)`, or `{name}(x)` of a matrix"
+    else:
+        hint = "a function is called by its name alone: `sigmoid(x)`"
+    loc = Loc(s.loc.source, s.loc.line, found.start(2) + 1, found.end(2) + 1)
+    return CodaSyntaxError(f"nothing is called by a `.`: there is no `.{shorten(name)}(...)`", loc, hint=hint)
+
+
 def _unnamed_results(s: _Situation) -> bool:
     """A statement of a program that goes on as none does."""
     is_program = any(t.type == "PROGRAM" for t in s.open)
@@ -292,6 +338,9 @@ def _unnamed_results(s: _Situation) -> bool:
 
 def _results(s: _Situation) -> CodaError:
     name = shorten(str(s.open[-1]))
+    if name in _FOREIGN_WORDS and s.token.type in ("NAME", "LPAR", "NOT", "TRUE", "FALSE"):
+        line, column = s.open[-1].line or 1, s.open[-1].column or 1
+        return _foreign_word(name, Loc(s.loc.source, line, column, column + len(name)), in_program=True)
     if s.token.type == "_COMMA":
         hint = f"several results stand in parentheses: `({name}, ...) = my_epilogue(...)`"
     elif s.token.type == "LPAR":
@@ -342,8 +391,13 @@ _RULES: tuple[tuple[Callable[[_Situation], bool], Callable[[_Situation], CodaErr
     ),
     (
         lambda s: s.token.type == "NAME" and str(s.token) in _FOREIGN_WORDS,
-        lambda s: CodaSyntaxError(f"there is no `{s.text}`", s.loc, hint=_FOREIGN_WORDS[str(s.token)]),
+        lambda s: _foreign_word(str(s.token), s.loc, in_program=s.in_program),
     ),
+    (
+        lambda s: s.token.type == "_COLON" and s.accepts == {"LBRACE"},
+        _syntax_error("expected `{`, got `:`", "a body stands in { }"),
+    ),
+    (_method, _called_method),
     (_foreign_comment, _syntax_error("a comment begins with `#`")),
     (
         lambda s: _at_statement(s) and s.token.type == "NAME",
@@ -368,7 +422,10 @@ _RULES: tuple[tuple[Callable[[_Situation], bool], Callable[[_Situation], CodaErr
     ),
     (
         lambda s: s.token.type == "LSQB" and _in_program_parameters(s) and s.after == "NAME",
-        _syntax_error("a program's parameter has no kind", "a matrix is `[T, D]`, a vector `[D]`, a number `scalar`"),
+        _syntax_error(
+            "a program's parameter has no kind",
+            "write its shape alone: a matrix is `x: [T, D]`, a vector `v: [D]`, a number `eps: scalar`",
+        ),
     ),
     (_closes_nothing, _syntax_error("`{token}` closes nothing")),
     (

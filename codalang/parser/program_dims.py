@@ -47,8 +47,10 @@ def read_extent(root: syntax.Expression, is_dim: Callable[[str], bool]) -> Dim:
                 raise NoExtent(part.span, f"`{shorten(part.text)}` is no dimension")
             done.append(Dim.of(part.text))
         elif isinstance(part, syntax.Literal):
-            if isinstance(part.value, bool) or not part.whole or abs(part.value) > _LARGEST:
+            if isinstance(part.value, bool) or not part.whole:
                 raise NoExtent(part.span, "an extent has whole numbers only")
+            if abs(part.value) > _LARGEST:
+                raise NoExtent(part.span, "this number is too large for an extent")
             done.append(Dim.of(int(part.value)))
         elif isinstance(part, syntax.Apply) and part.op in ("add", "sub", "mul", "div", "neg"):
             todo.append(_Apply(part.op, len(part.operands), part.span))
@@ -69,8 +71,10 @@ def _apply(part: _Apply, operands: list[Dim]) -> Dim:
         return first * -1
     if part.op == "div":
         number = second.number
-        if not number:
+        if number is None:
             raise NoExtent(part.span, "an extent is divided by numbers only")
+        if not number:
+            raise NoExtent(part.span, "an extent is divided by zero")
         result = first * (Fraction(1) / number)
     else:
         if part.op == "mul" and len(first.terms) * len(second.terms) > _MOST_TERMS**2:

@@ -25,6 +25,13 @@ from codalang.parser.syntax import Word
 
 _SCALAR = TensorType(())
 
+# Functions that others have -> how a program says it.
+_WRITTEN = {
+    **dict.fromkeys(("matmul", "mm", "dot", "linear"), "a matmul is `a @ b.T`, or `a @ b`"),
+    "transpose": "a transposed operand of a matmul is `w.T`",
+    "mean": "the mean of a vector of T elements is `sum(v) / T`; of a matrix's rows an epilogue makes one",
+}
+
 
 class ProgramNames:
     """The names of one program, as far as it has been read.
@@ -109,6 +116,8 @@ class ProgramNames:
         callables = [*self.file.names(syntax.Epilogue), *self.file.names(syntax.Program)]
         if name in library_names():
             hint: str | None = f"`import {name}` imports it from the standard library"
+        elif name in _WRITTEN:
+            raise CodaNameError(f"there is no `{name}`", loc, hint=_WRITTEN[name])
         elif is_applied:
             hint = suggestion(name, callables) or _listed("epilogues and programs", callables)
             hint = hint or "an epilogue is defined in this file, or imported"

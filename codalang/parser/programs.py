@@ -22,7 +22,7 @@ from codalang.ir.epilogue import Epilogue
 from codalang.ir.inline_program import inline
 from codalang.ir.names import DISCARD, Namer
 from codalang.ir.ops import REDUCTIONS
-from codalang.ir.program import EXPRESSION_DIMS, Matmul, Program, ProgramParam, Value
+from codalang.ir.program import EXPRESSION_DIMS, Matmul, Program, ProgramParam, Value, Vector
 from codalang.ir.types import PARAM_DTYPES, Dtype, Kind, register_dtype
 from codalang.parser import syntax
 from codalang.parser.complaints import shorten, suggestion
@@ -34,8 +34,9 @@ from codalang.parser.program_dims import NoExtent, declared_extent, read_extent
 from codalang.parser.program_names import ProgramNames
 from codalang.parser.syntax import Span, Word
 
-# Statements of called programs, per program.  A program that calls one twice, which calls one twice, ... doubles.
-INLINING_LIMIT = 100_000
+# Statements of called programs, long expressions counted as several, per program.  A program that calls one twice,
+# which calls one twice, ... doubles.
+INLINING_LIMIT = 25_000
 
 
 def elaborate_program(
@@ -182,6 +183,8 @@ class _Elaborator:
 
     def _one_name(self, statement: syntax.Bind, what: str) -> str:
         if len(statement.names) != 1:
+            if isinstance(statement.value, syntax.Call):  # an `fn` of several values says so itself
+                check_call(self.file, statement.value)
             span = statement.names[0].span.to(statement.names[-1].span)
             raise CodaTypeError(f"{what} gives 1 value, got {len(statement.names)} names", self._loc(span))
         (name,) = statement.names
@@ -532,10 +535,12 @@ class _Elaborator:
         return self.builder.vector(name.text, expression.result(name.text, node, loc), loc)
 
     def _limit(self, program: Program, call: syntax.Call) -> None:
-        self.inlined += len(program.statements)
+        self.inlined += sum(
+            1 + len(s.expression.nodes) // 4 if isinstance(s, Vector) else 1 for s in program.statements
+        )
         if self.inlined > INLINING_LIMIT:
             raise CodaUnsupportedError(
-                f"inlining this call makes more than {INLINING_LIMIT:,} statements",
+                f"inlining this call takes more than {INLINING_LIMIT:,} steps",
                 self._loc(call.span),
                 hint="programs that call each other twice double with every level",
             )

@@ -29,6 +29,7 @@ from codalang.ir import module as ir
 from codalang.ir.epilogue import Epilogue
 from codalang.ir.printer import print_epilogue, print_module
 from codalang.ir.simplify import simplify
+from codalang.ir.verify_program import check_determined
 from codalang.torch import opaque
 from codalang.torch.autograd import Operator, Plan, invoke
 from codalang.torch.execute import is_autocast_on
@@ -218,8 +219,9 @@ class Module:
             if name.startswith("_"):
                 raise AttributeError(name) from None
             have = ", ".join(self._functions) or "none"
+            what = "epilogue or program" if self._program.programs else "epilogue"
             raise CodaAttributeError(
-                f"{self._program.source.name} defines no epilogue `{name}`; it defines {have}"
+                f"{self._program.source.name} defines no {what} `{name}`; it defines {have}"
             ) from None
 
     def __getitem__(self, name: str) -> Any:
@@ -227,8 +229,8 @@ class Module:
             return self._functions[name] if name in self._functions else self.__getattr__(name)
         have = ", ".join(self._functions) or "none"
         raise CodaCallError(
-            f"an epilogue of {self._program.source.name} is asked for by its name, a str, got {type(name).__name__}; "
-            f"it defines {have}",
+            f"an epilogue or program of {self._program.source.name} is asked for by its name, a str, got "
+            f"{type(name).__name__}; it defines {have}",
             argument="name",
         )
 
@@ -270,6 +272,8 @@ def module_of(source: Source, precise: bool = False) -> Module:
     module, imported = _modules.get(name, (None, ()))
     if module is None or not all(map(_as_it_was, imported)):
         program = parse(source)
+        for chain in program.programs.values():
+            check_determined(chain)
         module = Module(program.precise() if precise else program, precise)
         _modules.pop(name, None)
         while len(_modules) >= _REMEMBERED_MODULES:
