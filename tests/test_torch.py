@@ -1058,3 +1058,14 @@ def test_results_are_read_in_another_process():
     command = "import pickle, sys; print(pickle.load(sys.stdin.buffer)._fields)"
     done = subprocess.run([sys.executable, "-c", command], input=pickle.dumps(results), capture_output=True, cwd=ROOT)
     assert done.stdout.decode().strip() == str(results._fields), done.stderr.decode()
+
+
+def test_parameters_called_self_and_extents():
+    text = "epilogue f(acc: tile[M, N], self: row[N], extents: scalar) { store y: tile[M, N] = acc * self + extents }"
+    f = codalang.load(text).f
+    acc, row, number = torch.randn(3, 4), torch.randn(4), torch.tensor(2.0)
+    expected = acc * row + 2
+    assert torch.equal(f.hosted(acc=acc, self=row, extents=number), expected)
+    assert torch.equal(f.hosted(acc, row, extents=2.0), expected)
+    assert torch.equal(f.hosted(acc, row, 2.0, extents=(3, 4)), expected)
+    assert torch.equal(f(acc, torch.eye(4), self=row, extents=2.0), expected)

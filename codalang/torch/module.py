@@ -134,16 +134,18 @@ class EpilogueFunction:
         self._on_gemm = Hosting(epilogue, True, self._source) if epilogue.accumulator is not None else None
         self._hosted = Hosting(epilogue, False, self._source)
 
-    def __call__(self, *args: Value, **named: Value) -> Any:
+    def __call__(self, /, *args: Value, **named: Value) -> Any:
         """Run the epilogue on `a @ w.T`, with `a` [..., K] and `w` [w*N, K]."""
         if self._on_gemm is None:
             check(Signature(self.epilogue, True), args)
             raise AssertionError
         return self._on_gemm.call(args, named)
 
-    def hosted(self, *args: Value, extents: tuple[int, ...] | None = None, **named: Value) -> Any:
+    def hosted(self, /, *args: Value, extents: Any = None, **named: Value) -> Any:
         """Run the epilogue on plain tensors.  `extents`: (M, N), where the arguments lack one of them; (M, N, B) where
-        they lack the number of samples, too."""
+        they lack the number of samples, too.  What is no tuple is a parameter of that name, where there is one."""
+        if extents is not None and not isinstance(extents, tuple | list) and "extents" in self._hosted.signature.names:
+            return self._hosted.call(args, {**named, "extents": extents})
         return self._hosted.call(args, named, extents)
 
     def hosting(self, on_gemm: bool) -> Hosting:
