@@ -111,6 +111,28 @@ def test_fmt_check_and_diff_write_nothing(run, file):
     assert path.read_text() == UGLY
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_fmt_keeps_line_ends(run, tmp_path, end):
+    ugly, path = UGLY.replace("\n", end).encode(), tmp_path / "p.coda"
+    path.write_bytes(ugly)
+    code, out, _ = run("fmt", "--diff", path)
+    changed = [line[1:] for line in out.splitlines()[2:] if line[0] == "-"]
+    assert code == 1 and changed and not {line[1:] for line in out.splitlines()[2:] if line[0] == "+"} & set(changed)
+    assert run("fmt", path)[0] == 0
+    formatted = path.read_bytes()
+    assert formatted.count(end.encode()) == len(formatted.decode().splitlines())
+    assert run("fmt", "--check", path)[0] == 0
+    path.write_bytes(formatted.replace(end.encode(), b"\r\n", 1).replace(b"\r\n", b"\n", 1))
+    if end == "\r\n":  # mixed: as the first line's
+        assert run("fmt", "--diff", path)[1].count("\\r") >= 2
+        assert run("fmt", path)[0] == 0 and b"\r" not in path.read_bytes()
+
+
+def test_check_of_nothing(run, file):
+    path = file("# nothing\n")
+    assert run("check", path) == (0, f"{path}: ok, no epilogues or programs\n", "")
+
+
 def test_fmt_stdin(run):
     code, out, _ = run("fmt", "-", stdin=UGLY)
     assert code == 0 and "    store y: tile[M, N] = acc * 2" in out

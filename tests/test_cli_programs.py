@@ -126,7 +126,7 @@ def test_names_that_are_not_there(run, small):
     code, _, err = run("graph", small, "scaled")
     assert code == 1 and "defines no program `scaled`; it defines chain" in err
     code, _, err = run("graph", "swiglu")
-    assert code == 1 and "defines no programs" in err
+    assert code == 1 and "defines no programs" in err and "only programs are drawn" in err
     code, _, err = run("graph", LLAMA)
     assert code == 1 and "defines 6 programs" in err and "llama_block" in err
 
@@ -228,8 +228,10 @@ def test_sizes_that_cannot_be(run, small):
     for command in ("explain", "graph", "run", "emit"):
         code, _, err = run(command, small, "--dims", "Q=4")
         assert code == 1 and "`chain` has no dimension `Q`; its dimensions are T, D" in err
-    code, _, err = run("explain", small, "--dims", "T=4", "D")
+    code, _, err = run("explain", small, "--dims", "T=4", "D=")
     assert code == 2 and "NAME=NUMBER" in err
+    code, _, err = run("explain", small, "--dims", "T=4", "D")  # what follows the sizes is a name
+    assert code == 1 and "defines no program or epilogue `D`" in err
     code, _, err = run("explain", small, "--dims", "T=4", "T=5")
     assert code == 2 and "T is given twice" in err
     assert run("explain", "swiglu", "--dims", "M=4")[0] == 1
@@ -327,6 +329,65 @@ def test_compile_each_kernel(run, small, tmp_path):
     ]  # fmt: skip
     for made in objects:
         assert Path(made["object"]).read_bytes()[:4] == b"\x7fELF" and made["spill_bytes"] == 0
+
+
+def test_compile_says_what_is_wrong_with_a_kernel(run, small, tmp_path, monkeypatch):
+    from codalang.lower import compile as compiler
+
+    def compiled(spec, path, **_):
+        path.write_bytes(b"object")
+        if spec.epilogue.name == "scaled":
+            return compiler.Report(168, 24, None)
+        return compiler.Report(168, 0, "C7515: serialized" if spec.operand is not None else None)
+
+    monkeypatch.setattr(compiler, "compile_object", compiled)
+    code, out, err = run("compile", small, "-o", tmp_path)
+    assert code == 1 and out.count(".o: sm_90a") == 3
+    spilled, serialized = err.strip().split("\n")
+    assert "`scaled`" in spilled and "chain.scaled.o" in spilled and "spills 24 bytes of registers" in spilled
+    assert "chain.matmul.o" in serialized and "C7515: serialized" in serialized
+    code, out, _ = run("compile", small, "-o", tmp_path, "--json")
+    assert code == 1 and [e["type"] for e in json.loads(out)["errors"]] == ["CodaCompileError"] * 2
+    help_ = run("compile", "--help")[1]
+    assert "spills" in help_ and "serializes" in help_
+
+
+def test_where_nothing_is_launched_that_is_said(run, tmp_path):
+    line = "mlp: nothing is launched at T = 0, H = 4096, D = 4096, F = 4096\n"
+    assert run("compile", MLP, "--dims", "T=0", "-o", tmp_path) == (0, line, "")
+    assert run("emit", MLP, "--dims", "T=0") == (0, "", line)
+    assert json.loads(run("compile", MLP, "--dims", "T=0", "-o", tmp_path, "--json")[1])["idle"] == [line.strip()]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (["grad", GELU, "mlp_gelu", "--forward"], ["grad", GELU, "--forward", "mlp_gelu"]),
+        (["grad", MLP, "mlp", "--wrt", "x0"], ["grad", "--wrt", "x0", MLP, "mlp"]),
+        (["explain", MLP, "mlp", "--dims", "T=8", "D=4"], ["explain", MLP, "--dims", "T=8", "D=4", "mlp"]),
+        (["explain", MLP, "--dims", "T=8"], ["explain", "--dims", "T=8", MLP]),
+        (["explain", MLP, "--dims", "T=8"], ["explain", "--dim", "T=8", "--", MLP]),
+        (["explain", MLP, "mlp", "--dims", "T=8", "--json"], ["explain", "--json", MLP, "--dims=T=8", "mlp"]),
+        (["check", MLP, GELU, "--json"], ["check", MLP, "--json", GELU]),
+    ],
+)
+def test_options_may_stand_anywhere(run, one, other):
+    assert run(*one)[0] == 0
+    assert run(*one) == run(*other)
+
+
+def test_a_size_without_a_number_is_told(run):
+    code, _, err = run("explain", MLP, "--dims", "T", "D=4")
+    assert code == 2 and "`T` is not NAME=NUMBER" in err
+    code, _, err = run("run", MLP, "--seed", "x")
+    assert code == 2 and "--seed: `x` is no whole number" in err
+
+
+@pytest.mark.parametrize("option", ["--rows", "--columns", "--depth", "--budget"])
+def test_options_of_epilogues_are_refused_for_programs(run, option):
+    code, _, err = run("explain", MLP, option, "4")
+    assert code == 1 and f"{option} is of an epilogue; `mlp` is a program" in err
+    assert run("explain", MLP, "residual", option, "8")[0] == 0
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32", "f64"])

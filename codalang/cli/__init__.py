@@ -13,12 +13,13 @@
 
 PROGRAM is a file, `-` for standard input, or a name of the standard library.
 
-| exit code | means                                                                                       |
-|-----------|---------------------------------------------------------------------------------------------|
-| 0         | done                                                                                        |
-| 1         | the program or the call is wrong; or: `fmt --check` would change a file, `run` is inaccurate |
-| 2         | the command line is wrong                                                                   |
-| 130       | interrupted                                                                                 |
+| exit code | means                                                                                          |
+|-----------|------------------------------------------------------------------------------------------------|
+| 0         | done                                                                                           |
+| 1         | the program or the call is wrong; or: `fmt --check` would change a file, `run` is inaccurate, |
+|           | `compile` finds a kernel that spills registers, a serialized wgmma, or a part without a kernel |
+| 2         | the command line is wrong                                                                      |
+| 130       | interrupted                                                                                    |
 
 Results go to standard output, errors (with the line and a caret) to standard error.  With `--json` standard output is
 one JSON object: `{"ok": true, ...}`, or `{"ok": false, "errors": [...]}`, also where the
@@ -28,13 +29,15 @@ command line is wrong.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from codalang import __version__
+from codalang.cli.order import positionals_first
 from codalang.cli.streams import drop_output, ready_streams
 from codalang.errors import CodaCallError, CodaError
 
@@ -63,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     """Parse and run a command line."""
     try:
-        options = _parser().parse_args(arguments)
+        options = _parser().parse_args(_ordered(arguments))
     except SystemExit as stop:  # argparse has printed the help
         return stop.code if isinstance(stop.code, int) else USAGE
     except UsageError as error:
@@ -130,6 +133,18 @@ def _red(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
+    return _parsers()[0]
+
+
+def _ordered(arguments: Sequence[str]) -> list[str]:
+    """The arguments with PROGRAM and NAME right behind the command."""
+    command = _parsers()[1].get(arguments[0]) if arguments else None
+    return list(arguments) if command is None else [arguments[0], *positionals_first(command, arguments[1:])]
+
+
+@functools.cache
+def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser of a command line, and those of the commands."""
     from codalang.cli import bench, explain, graph, kernels, text, trial, tune
 
     parser = _Parser(
@@ -141,15 +156,16 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in (text, kernels, explain, graph, trial, bench, tune):
         module.add_commands(commands)
-    return parser
+    return parser, commands.choices
 
 
-def add_program(parser: argparse.ArgumentParser) -> None:
-    """The arguments PROGRAM, NAME and --json that most commands take."""
+_ANY_NAME = "a program or epilogue in it (default: all programs, or all epilogues)"
+
+
+def add_program(parser: argparse.ArgumentParser, name: str = _ANY_NAME) -> None:
+    """The arguments PROGRAM, NAME and --json that most commands take; `name` says what NAME is."""
     parser.add_argument("program", metavar="PROGRAM", help="a .coda file, - for standard input, or a standard name")
-    parser.add_argument(
-        "name", metavar="NAME", nargs="?", help="a program or epilogue in it (default: all programs, or all epilogues)"
-    )
+    parser.add_argument("name", metavar="NAME", nargs="?", help=name)
     add_json(parser)
 
 

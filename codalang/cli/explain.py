@@ -39,11 +39,8 @@ def add_commands(commands: Any) -> None:
     explain = commands.add_parser("explain", help="what a program moves, keeps and computes, and how it is scheduled")
     add_program(explain)
     explain.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the matmul (default: bf16)")
-    for name, default in (("rows", ROWS), ("columns", None), ("depth", DEPTH)):
-        usual = default or f"{COLUMNS}, or the next multiple that fits"
-        explain.add_argument(
-            f"--{name}", type=_size, default=default, help=f"of an epilogue's matmul (default: {usual})"
-        )
+    for name, usual in (("rows", ROWS), ("columns", f"{COLUMNS}, or the next multiple that fits"), ("depth", DEPTH)):
+        explain.add_argument(f"--{name}", type=_size, help=f"of an epilogue's matmul (default: {usual})")
     add_sizes(explain, "--dims", help="of a program's dimensions; bytes are polynomials of those that are not given")
     explain.add_argument(
         "--budget", type=float, metavar="BYTES", help="per element that an epilogue may keep beyond its outputs"
@@ -52,7 +49,10 @@ def add_commands(commands: Any) -> None:
 
 
 def _size(text: str) -> int:
-    size = int(text)
+    try:
+        size = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"`{text}` is no whole number") from None
     if not 0 < size < 2**31:
         raise argparse.ArgumentTypeError("a size is from 1 to 2**31 - 1")
     return size
@@ -65,6 +65,10 @@ def run_explain(options: argparse.Namespace) -> int:
     epilogues = [item for item in items if isinstance(item, Epilogue)]
     if options.sizes and not programs:
         raise CodaCallError("an epilogue's sizes are --rows, --columns and --depth", argument="--dims")
+    for name in ("rows", "columns", "depth", "budget"):
+        if programs and getattr(options, name) is not None:
+            hint = "a program's sizes are `--dims NAME=SIZE`" if name != "budget" else None
+            raise CodaCallError(f"--{name} is of an epilogue; `{programs[0].name}` is a program", hint=hint)
     sizes = given_for(programs, options.sizes) if programs else []
     reports = [_explain_program(p, known, options.dtype) for p, known in zip(programs, sizes, strict=True)]
     explained = [_explain(epilogue, options) for epilogue in epilogues]
@@ -108,7 +112,7 @@ def _forward(epilogue: Epilogue, options: argparse.Namespace) -> dict[str, Any]:
             f"`{epilogue.name}` has widths or groups that take a multiple of {step} columns, got {columns}",
             argument="--columns",
         )
-    spec = forward_spec(epilogue, options.dtype, options.rows, columns, options.depth)
+    spec = forward_spec(epilogue, options.dtype, options.rows or ROWS, columns, options.depth or DEPTH)
     return _part(epilogue, spec)
 
 

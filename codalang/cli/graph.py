@@ -28,7 +28,7 @@ from codalang.ir.program import Program
 def add_commands(commands: Any) -> None:
     """Declare the command."""
     graph = commands.add_parser("graph", help="draw a program, and its derived backward, as SVG")
-    add_program(graph)
+    add_program(graph, "a program in it; needed where there are several")
     graph.add_argument("--backward", action="store_true", help="the forward that saves, and the derived backward")
     add_sizes(graph, "--dims", help="sizes of dimensions; bytes are polynomials of those that are not given")
     graph.add_argument("--dtype", choices=DTYPES, default="bf16", help="of tensors without annotation (default: bf16)")

@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from codalang.cli import OK, WRONG, add_precise, add_program, print_json
+from codalang.cli import OK, WRONG, add_precise, add_program, describe, print_json, report_errors
 from codalang.cli.program_kernels import Kernels, kernels
 from codalang.cli.programs import load_program, selected
-from codalang.cli.sizes import add_sizes, given_for
+from codalang.cli.sizes import add_sizes, given_for, show_sizes
 from codalang.cli.specs import DTYPES, backward_spec, forward_spec
 from codalang.cli.text import derived, derived_program, print_programs
-from codalang.errors import CodaCallError, CodaError, CodaUnsupportedError
+from codalang.errors import CodaCallError, CodaCompileError, CodaError, CodaUnsupportedError
 from codalang.ir.epilogue import Epilogue
 from codalang.ir.module import Module
 from codalang.ir.printer import print_epilogue
@@ -40,7 +41,12 @@ def add_commands(commands: Any) -> None:
     _add_kernel_options(emit)
     emit.set_defaults(command=run_emit)
 
-    compile_ = commands.add_parser("compile", help="compile to an object for sm_90a")
+    compile_ = commands.add_parser(
+        "compile",
+        help="compile to an object for sm_90a",
+        epilog="Exits with 1, and says why, where a kernel spills registers, the compiler serializes its wgmmas, or a "
+        "part of a program has no kernel.  Objects are written all the same.",
+    )
     add_program(compile_)
     add_precise(compile_)
     _add_kernel_options(compile_)
@@ -95,13 +101,18 @@ def _emit_program(module: Module, program: Program, options: argparse.Namespace)
         backward = derived_program(program).backward
         return [(backward.name, print_programs([backward]))]
     text = _generated if options.stage == "cutedsl" else _ptx
-    return [(spec.epilogue.name, text(spec)) for spec in _of_program(module, program, options).specs]
+    found, nothing = _of_program(module, program, options)
+    if nothing:
+        print(nothing, file=sys.stderr)
+    return [(spec.epilogue.name, text(spec)) for spec in found.specs]
 
 
-def _of_program(module: Module, program: Program, options: argparse.Namespace) -> Kernels:
+def _of_program(module: Module, program: Program, options: argparse.Namespace) -> tuple[Kernels, str | None]:
+    """The kernels of a program; and where it launches none, words that say so."""
     given = {name: size for name, size in options.sizes.items() if name in program.dims}
-    found, _ = kernels(module, program, given, options.dtype, options.backward)
-    return found
+    found, sizes = kernels(module, program, given, options.dtype, options.backward)
+    is_empty = not found.specs and not found.fallbacks
+    return found, f"{program.name}: nothing is launched at {show_sizes(sizes)}" if is_empty else None
 
 
 def _generated(spec: KernelSpec) -> str:
@@ -153,10 +164,12 @@ def run_compile(options: argparse.Namespace) -> int:
     module = load_program(options.program, options.precise)
     objects: list[dict[str, Any]] = []
     fallbacks: list[str] = []
+    idle: list[str] = []
     taken: set[str] = set()
     for item in _items(module, options):
         if isinstance(item, Program):
-            found = _of_program(module, item, options)
+            found, nothing = _of_program(module, item, options)
+            idle += [nothing] if nothing else []
             specs, prefix = list(found.specs), f"{item.name}."
             fallbacks += found.fallbacks
         else:
@@ -166,13 +179,25 @@ def run_compile(options: argparse.Namespace) -> int:
             objects.append(_compile(spec, options.output / f"{name}.o"))
             if not options.json:
                 _print_object(objects[-1])
-    ok = not fallbacks and not any(o["spill_bytes"] or o["serialized"] for o in objects)
+    faults = [CodaCompileError(f"no kernel: {reason}") for reason in fallbacks]
+    faults += [fault for facts in objects for fault in _faults(facts)]
+    report_errors(faults, as_json=False)
     if options.json:
-        print_json(ok, objects=objects, fallbacks=fallbacks)
+        told = {"objects": objects, "fallbacks": fallbacks, "idle": idle}
+        print_json(not faults, **told, errors=[describe(fault) for fault in faults])
     else:
-        for reason in fallbacks:
-            print(f"no kernel: {reason}")
-    return OK if ok else WRONG
+        for line in idle:
+            print(line)
+    return WRONG if faults else OK
+
+
+def _faults(facts: dict[str, Any]) -> Iterator[CodaCompileError]:
+    """What the compiler's report has against a kernel."""
+    kernel = f"kernel `{facts['name']}` ({facts['object']})"
+    if facts["spill_bytes"]:
+        yield CodaCompileError(f"{kernel} is slow: it spills {facts['spill_bytes']} bytes of registers per thread")
+    if facts["serialized"]:
+        yield CodaCompileError(f"{kernel} is slow: the compiler serialized its wgmmas: {facts['serialized']}")
 
 
 def _fresh(name: str, taken: set[str]) -> str:

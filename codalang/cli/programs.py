@@ -82,7 +82,11 @@ def only(module: Module, name: str | None) -> Program | Epilogue:
 def only_program(module: Module, name: str | None) -> Program:
     """The program of that name, or the only one.  Raises CodaCallError where there is none, or several."""
     if not module.programs:
-        raise CodaCallError(f"{module.source.name} defines no programs", argument="PROGRAM")
+        raise CodaCallError(
+            f"{module.source.name} defines no programs",
+            argument="PROGRAM",
+            hint="only programs are drawn; `codalang explain` tells what an epilogue moves",
+        )
     if name is not None and name not in module.programs:
         raise _unknown(module, name, "program")
     found = only(module, name)

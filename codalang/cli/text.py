@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -77,7 +78,8 @@ def run_check(options: argparse.Namespace) -> int:
         found = {"epilogues": list(module.epilogues), "programs": list(module.programs)}
         checked.append({"program": program, "ok": True, **found})
         if not options.json:
-            print(f"{program}: ok, {', '.join(_counted(kind[:-1], names) for kind, names in found.items() if names)}")
+            counted = [_counted(kind[:-1], names) for kind, names in found.items() if names]
+            print(f"{program}: ok, {', '.join(counted) or 'no epilogues or programs'}")
     report_errors(errors, as_json=False)
     if options.json:
         print_json(not errors, programs=checked, errors=[describe(e) for e in errors])
@@ -96,7 +98,7 @@ def run_fmt(options: argparse.Namespace) -> int:
     for program in options.programs:
         try:
             source = read_file(program)
-            text = format_source(source)
+            text = _ended_as(source.text, format_source(source))
         except CodaError as error:
             errors.append(error)
             continue
@@ -119,9 +121,20 @@ def run_fmt(options: argparse.Namespace) -> int:
     return OK if ok else WRONG
 
 
+def _ended_as(before: str, after: str) -> str:
+    """A text with its lines ended as the first line of another one is: by \\n, \\r\\n or \\r."""
+    end = re.search(r"\r\n|\n|\r", before)
+    return after if end is None else after.replace("\n", end[0])
+
+
 def _difference(before: str, after: str, name: str) -> str:
-    lines = difflib.unified_diff(before.splitlines(True), after.splitlines(True), name, f"{name} (formatted)")
-    return "".join(lines)
+    end = "\r\n" if "\r\n" in after else "\r" if "\r" in after else "\n"
+    texts = [text.replace(end, "\n") for text in (before, after)]
+    old, new = (_LINE.findall(text.replace("\r", "\\r")) for text in texts)  # an end that changes is shown
+    return "".join(difflib.unified_diff(old, new, name, f"{name} (formatted)"))
+
+
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")
 
 
 def _replace(path: Path, text: str) -> None:

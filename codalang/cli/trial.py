@@ -58,7 +58,10 @@ def add_commands(commands: Any) -> None:
 
 
 def _seed(text: str) -> int:
-    seed = int(text)
+    try:
+        seed = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"`{text}` is no whole number") from None
     if not -(2**63) <= seed < 2**64:
         raise argparse.ArgumentTypeError("a seed has 64 bits")
     return seed
