@@ -14,7 +14,6 @@ dimension, or the leading axes of some parameter (`x: [B, S, D]` has B*S rows), 
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 
@@ -28,9 +27,8 @@ from codalang.ir.program import Apply, Program, ProgramParam, TensorType
 from codalang.ir.program_reference import check_rank, misfit
 from codalang.ir.program_reference import sizes as sizes_of
 from codalang.ir.reference import TORCH_DTYPES
+from codalang.torch.arguments import MISSING, in_order
 from codalang.torch.signature import ELEMENTS, FLOATING, Extent, Value, are_leading
-
-_MISSING = object()
 
 Shape = tuple[Extent, ...]
 
@@ -93,25 +91,10 @@ def bind(program: Program, args: Sequence[object], named: Mapping[str, object]) 
     Raises CodaCallError, naming the argument, where one is missing, given twice, unknown, or there are too many.
     """
     params = program.params
-    if len(args) > len(params):
-        raise CodaCallError(
-            f"`{show(program)}` takes {len(params)} arguments, got {len(args)}", argument=f"argument {len(params) + 1}"
-        )
     positions = {param.name: position for position, param in enumerate(params)}
-    slots = list(args) + [_MISSING] * (len(params) - len(args))
-    for name, value in named.items():
-        if name not in positions:
-            near = difflib.get_close_matches(name, positions, n=1)
-            raise CodaCallError(
-                f"`{show(program)}` has no parameter `{name}`",
-                argument=name,
-                hint=f"did you mean `{near[0]}`?" if near else None,
-            )
-        if slots[positions[name]] is not _MISSING:
-            raise CodaCallError(f"`{show(program)}` got `{name}` twice", argument=name)
-        slots[positions[name]] = value
+    slots = in_order(program, show, len(params), positions, args, named)
     for position, param in enumerate(params):
-        if slots[position] is _MISSING:
+        if slots[position] is MISSING:
             if param.default is None:
                 raise CodaCallError(
                     f"`{show(program)}` is missing `{param.name}`: {param.type}", param.loc, argument=param.name

@@ -24,7 +24,6 @@ dimensions; where one has, B samples are whole leading dimensions.
 
 from __future__ import annotations
 
-import difflib
 import math
 import numbers
 import sys
@@ -40,6 +39,7 @@ from codalang.ir.epilogue import Epilogue, Node, Output, Param
 from codalang.ir.ops import OPS
 from codalang.ir.reference import TORCH_DTYPES
 from codalang.ir.types import Dtype, Kind, show_extent
+from codalang.torch.arguments import MISSING, in_order
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -89,7 +89,6 @@ ELEMENTS = {
     Dtype.BOOL: Elements((torch.bool,), lambda value: isinstance(value, bool), "True or False"),
 }
 
-_MISSING = object()
 _OPERAND_SHAPES = {"a": "[..., K]", "w": "[N, K]"}
 
 
@@ -183,25 +182,10 @@ def bind(signature: Signature, args: Sequence[object], named: Mapping[str, objec
     names = signature.names
     if not named and len(args) == len(names):
         return list(args)
-    if len(args) > len(names):
-        raise CodaCallError(
-            f"`{signature.show()}` takes {len(names)} arguments, got {len(args)}", argument=f"argument {len(names) + 1}"
-        )
     positions = {name: position for position, name in enumerate(names)}
-    slots = list(args) + [_MISSING] * (len(names) - len(args))
-    for name, value in named.items():
-        if name not in positions:
-            near = difflib.get_close_matches(name, names, n=1)
-            raise CodaCallError(
-                f"`{signature.show()}` has no parameter `{name}`",
-                argument=name,
-                hint=f"did you mean `{near[0]}`?" if near else None,
-            )
-        if slots[positions[name]] is not _MISSING:
-            raise CodaCallError(f"`{signature.show()}` got `{name}` twice", argument=name)
-        slots[positions[name]] = value
+    slots = in_order(signature, Signature.show, len(names), positions, args, named)
     for name, value, param in zip(names, slots, _params_or_operands(signature), strict=True):
-        if value is _MISSING:
+        if value is MISSING:
             wanted = f": {param.type.show(signature.epilogue.dims)}" if param else ""
             raise CodaCallError(
                 f"`{signature.show()}` is missing `{name}`{wanted}", param.loc if param else None, argument=name
