@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from pathlib import Path
 
+import attrs
 import pytest
 
 from codalang.cli import main
+from codalang.ir.types import Dtype
+from codalang.parser import parse, read_source
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -79,6 +83,35 @@ def test_the_readme_lists_the_commands_and_the_library(capsys: pytest.CaptureFix
     commands = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
     assert commands == re.findall(r"^\| `codalang (\w+)", README, re.MULTILINE)
     assert sorted(re.findall(r"^\| \[`(\w+)`\]", README, re.MULTILINE)) == [path.stem for path in LIBRARY]
+
+
+def test_the_language_s_page_has_the_library_s_signatures() -> None:
+    """`GOLDEN=write` writes the table anew."""
+    page = ROOT / "docs/language.md"
+    head = "| `import` | epilogue | results |\n|---|---|---|\n"
+    rows = [row for path in LIBRARY for row in _signatures(path)]
+    before, _, after = page.read_text().partition(head)
+    written, blank, rest = after.partition("\n\n")
+    if os.environ.get("GOLDEN") == "write":
+        page.write_text(before + head + "\n".join(rows) + blank + rest)
+        return
+    assert written.split("\n") == rows
+
+
+def _signatures(path: Path) -> list[str]:
+    """A row for each epilogue of a file."""
+    rows = []
+    for epilogue in parse(read_source(path)).epilogues.values():
+        params, results = (
+            ", ".join(
+                f"{v.name}: {attrs.evolve(v.type, dtype=Dtype.F32).show(epilogue.dims)}"
+                + (f": {v.dtype}" if v.dtype else "")
+                for v in values
+            )
+            for values in (epilogue.params, epilogue.outputs)
+        )
+        rows.append(f"| `{path.stem}` | `{epilogue.name}({params})` | `{results}` |")
+    return rows
 
 
 def test_links_lead_somewhere() -> None:
