@@ -24,7 +24,7 @@ import gpu_compile  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from codalang.lower import run  # noqa: E402
+from codalang.lower import call, run  # noqa: E402
 
 LINE = "{subject:44} {group:11} {cases:>6} cases {failed:>5} failed  worst {worst:5.3f}  {seconds:6.1f} s"
 GROUPS = ("ragged", "library", "samples", "empty", "near limit", "tilings", "parts", "llama", "huge")
@@ -98,7 +98,7 @@ def check_row(subject: gpu_cases.Subject, group: str, show: int) -> dict:
 def judged(case: gpu_cases.Case) -> list[gpu_checks.Finding]:
     """The findings of a case; an exception is one.  Ends the process where the device no longer answers."""
     try:
-        return gpu_checks.check(case, run, allocator=run)
+        return gpu_checks.check(case, run, allocator=call)
     except Exception as error:
         finding = gpu_checks.Finding(case, "*", fault=f"{type(error).__name__}: {error}")
     try:

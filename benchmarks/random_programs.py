@@ -40,7 +40,7 @@ import torch  # noqa: E402
 
 from codalang.ir.epilogue import Epilogue  # noqa: E402
 from codalang.ir.printer import print_epilogue  # noqa: E402
-from codalang.lower import run  # noqa: E402
+from codalang.lower import call, run  # noqa: E402
 from codalang.lower.plan import TILINGS  # noqa: E402
 from codalang.lower.spec import KernelSpec  # noqa: E402
 
@@ -200,7 +200,7 @@ def described(spec: KernelSpec) -> str:
 def judged(case: gpu_cases.Case, device: str) -> list[gpu_checks.Finding]:
     """The findings of a case; an exception is one.  Ends the process where the device no longer answers."""
     try:
-        return gpu_checks.check(case, run, device=device, allocator=run)
+        return gpu_checks.check(case, run, device=device, allocator=call)
     except Exception as error:
         finding = gpu_checks.Finding(case, "*", fault=f"{type(error).__name__}: {error}")
     if device == "cuda":

@@ -26,10 +26,10 @@ def kernels_needed(items: list[pytest.Item]) -> list:
 
 @pytest.mark.parametrize(("subject", "group"), CHOICES)
 def test_kernel(subject: gpu_cases.Subject, group: str) -> None:
-    from codalang.lower import run
+    from codalang.lower import call, run
 
     findings = [
-        finding for case in gpu_cases.GROUPS[group](subject) for finding in gpu_checks.check(case, run, allocator=run)
+        finding for case in gpu_cases.GROUPS[group](subject) for finding in gpu_checks.check(case, run, allocator=call)
     ]
     failures = [str(finding) for finding in findings if not finding.ok]
     assert findings and not failures, f"{len(failures)} of {len(findings)}:\n" + "\n".join(failures[:20])
