@@ -29,7 +29,6 @@ command line is wrong.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import sys
@@ -66,7 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     """Parse and run a command line."""
     try:
-        options = _parser().parse_args(_ordered(arguments))
+        parser, commands = _parsers()
+        if arguments and arguments[0] in commands:
+            arguments = [arguments[0], *positionals_first(commands[arguments[0]], arguments[1:])]
+        options = parser.parse_args(arguments)
     except SystemExit as stop:  # argparse has printed the help
         return stop.code if isinstance(stop.code, int) else USAGE
     except UsageError as error:
@@ -132,17 +134,6 @@ def _red(text: str) -> str:
     return f"\033[31;1m{text}\033[0m" if colour else text
 
 
-def _parser() -> argparse.ArgumentParser:
-    return _parsers()[0]
-
-
-def _ordered(arguments: Sequence[str]) -> list[str]:
-    """The arguments with PROGRAM and NAME right behind the command."""
-    command = _parsers()[1].get(arguments[0]) if arguments else None
-    return list(arguments) if command is None else [arguments[0], *positionals_first(command, arguments[1:])]
-
-
-@functools.cache
 def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """The parser of a command line, and those of the commands."""
     from codalang.cli import bench, explain, graph, kernels, text, trial, tune

@@ -16,6 +16,7 @@ from lark import Token, UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
 from codalang.errors import CodaError, CodaSyntaxError, Loc, Source
 from codalang.ir.names import KEYWORDS
+from codalang.ir.ops import OPS, REDUCTIONS
 from codalang.parser.library import library_names
 from codalang.parser.newlines import NEWLINE, OPERATORS
 
@@ -41,11 +42,13 @@ _FOREIGN_WORDS = {
 _FOREIGN_IN_PROGRAM = {
     "if": "a program has no branches: `where(condition, a, b)` chooses between numbers, here and in epilogues",
     "for": "a program has no loops: write each statement; what repeats is a program of its own, which others call",
+    "while": "a program has no loops: it runs from top to bottom, once",
     "def": "write `program name(x: [T, D]) { ... }`",
     "var": "write `name = expression`",
 }
 
 _TRANSPOSE = frozenset({"t", "mt", "h", "mh", "transpose"})
+_CALLED = frozenset({*OPS, *REDUCTIONS})
 _MATMULS = frozenset({"matmul", "mm", "bmm", "dot", "linear"})
 
 _FOREIGN_CHARACTERS = {
@@ -325,7 +328,7 @@ def _called_method(s: _Situation) -> CodaError:
     elif s.in_program and name in library_names():
         hint = f"`import {name}` imports an epilogue: `y = {name}(x @ w.T)`, or `{name}(x)` of a matrix"
     else:
-        hint = "a function is called by its name alone: `sigmoid(x)`"
+        hint = f"a function is called by its name alone: `{name if name in _CALLED else 'sigmoid'}(x)`"
     loc = Loc(s.loc.source, s.loc.line, found.start(2) + 1, found.end(2) + 1)
     return CodaSyntaxError(f"nothing is called by a `.`: there is no `.{shorten(name)}(...)`", loc, hint=hint)
 
