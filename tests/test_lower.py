@@ -462,3 +462,13 @@ epilogue e(acc: tile[M, N]) {
             spec = attrs.evolve(spec, config=plan.choose(spec, 512, 512, 512))
         assert compile_object(spec, tmp_path / "kernel.o").spill_bytes == 0
     compile_object(merge_spec(epilogue.states[0]), tmp_path / "merge.o")
+
+
+@pytest.mark.parametrize("operand", [Operand("bf16", "k", "k"), None], ids=["gemm", "hosted"])
+@pytest.mark.parametrize("result", ["scalar", "col[M]", "row[N]"])
+def test_a_sum_of_zeros_compiles(result: str, operand: Operand | None, tmp_path: Path) -> None:
+    """Nothing in it depends on the data, and a pass of the device compiler must not see that."""
+    epilogue = parse(f"epilogue zeros(acc: tile[M, N]) {{ reduce s: {result} = sum(0) }}").epilogues["zeros"]
+    spec = spec_of(epilogue, operand)
+    spec = attrs.evolve(spec, config=plan.choose(spec, 8192, 8192, 4096) if operand else None)
+    compile_object(spec, tmp_path / "kernel.o")

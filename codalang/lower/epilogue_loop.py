@@ -38,6 +38,7 @@ from codalang.lower.registers import (
     load_shared,
     merge,
     minimum,
+    opaque,
     packed,
     spread_lanes,
     store_if,
@@ -480,7 +481,10 @@ class TileSums:
                 keys = {"col": (place.block, place.half), "scalar": ()}
                 key = keys.get(partial.kind, (eight, register))
                 element = tuple(c[i * count + register] for c in columns)
-                carried[key] = fold(partial.fold, carried.get(key) or initial(partial.fold), element, valid)
+                start = initial(partial.fold)
+                if partial.kind in ("scalar", "col"):
+                    start = opaque(start)
+                carried[key] = fold(partial.fold, carried.get(key) or start, element, valid)
 
     def store_vectors(self, values: tuple[Registers, ...], place: Place, host: GemmHost) -> None:
         """Write stored vectors, each element by one thread of the whole grid."""

@@ -29,6 +29,7 @@ from codalang.lower.registers import (
     load_shared,
     merge,
     minimum,
+    opaque,
     store,
     store_if,
     store_shared_if,
@@ -238,7 +239,10 @@ class HostedTile:
                 valid = valid & (row < self.end)
             key = register if partial.kind in ("row", "rows") else ()
             element = tuple(c[register] for c in columns)
-            carried[key] = fold(partial.fold, carried.get(key) or initial(partial.fold), element, valid)
+            start = initial(partial.fold)
+            if partial.kind == "scalar":
+                start = opaque(start)
+            carried[key] = fold(partial.fold, carried.get(key) or start, element, valid)
 
     def _store_tile(self, tile: Any, tensor: cute.Tensor, row: Int32, values: Registers, inside: Boolean) -> None:
         if self.kernel.aligned:

@@ -158,6 +158,13 @@ def initial(fold: Fold) -> tuple:
     return tuple(constant(kinds[dtype](value))[0] for dtype, value in zip(fold.dtypes, fold.initial, strict=True))
 
 
+def opaque(carried: tuple) -> tuple:
+    """The same values, unknown to compiler passes: one of them fails on a scalar that is constant, as of `sum(0)`."""
+    kinds = {Float32: (T.f32(), "=f,f"), Int32: (T.i32(), "=r,r")}
+    words = [(value, *kinds[type(value)]) for value in carried]
+    return tuple(type(v)(llvm.inline_asm(t, [v.ir_value()], "mov.b32 $0, $1;", c)) for v, t, c in words)
+
+
 def fold_lanes(fold: Fold, carried: tuple, offsets: tuple[int, ...]) -> tuple:
     """Merge the lanes that differ in the given bits (a butterfly: every lane gets the result)."""
     for offset in offsets:
