@@ -10,8 +10,8 @@ In eager mode neither is used, because dispatching to Python costs more than the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,11 +21,11 @@ from codalang.torch import execute as backend
 from codalang.torch.execute import Job
 from codalang.torch.signature import ELEMENTS, FLOATING, Extent, Value, columns_of, lead_of
 
+T = TypeVar("T")
+
 # By name, because torch 2.11 hands a list of dtypes to Python as numbers.
 _DTYPES = {str(dtype): dtype for dtype in (*FLOATING, torch.int32, torch.int64)}
 
-_epilogues: dict[str, Epilogue] = {}
-_texts: dict[int, tuple[Epilogue, str]] = {}
 _jobs: dict[tuple[object, ...], Job] = {}
 
 
@@ -65,18 +65,6 @@ def as_tensors(
     ]
 
 
-def text_of(epilogue: Epilogue) -> str:
-    """The epilogue as one line of .coda text, printed once."""
-    from codalang.ir.printer import print_epilogue
-
-    key = id(epilogue)
-    if key not in _texts:
-        text = one_line(print_epilogue(epilogue))
-        _texts[key] = (epilogue, text)  # holding the epilogue keeps its id from being reused
-        _epilogues.setdefault(text, epilogue)
-    return _texts[key][1]
-
-
 def one_line(text: str) -> str:
     """The text with its line breaks written as `\\n`; printed .coda has no backslash of its own."""
     return text.replace("\n", "\\n")
@@ -87,13 +75,46 @@ def in_lines(text: str) -> str:
     return text.replace("\\n", "\n")
 
 
-def epilogue_of(text: str) -> Epilogue:
-    """The epilogue that a text defines, in one line or several; parsed once where this process did not print it."""
-    if text not in _epilogues:
-        from codalang.parser import parse
+class Texts(Generic[T]):
+    """Definitions and their texts in one line: each is printed once, and parsed once where this process did not print
+    it."""
 
-        (_epilogues[text],) = parse(in_lines(text)).epilogues.values()
-    return _epilogues[text]
+    def __init__(self, show: Callable[[T], str], parse: Callable[[str], T]) -> None:
+        self._show, self._parse = show, parse
+        self._texts: dict[int, tuple[T, str]] = {}
+        self._definitions: dict[str, T] = {}
+
+    def of(self, definition: T) -> str:
+        """The text of a definition."""
+        key = id(definition)
+        if key not in self._texts:
+            text = one_line(self._show(definition))
+            self._texts[key] = (definition, text)  # holding the definition keeps its id from being reused
+            self._definitions.setdefault(text, definition)
+        return self._texts[key][1]
+
+    def definition(self, text: str) -> T:
+        """The definition of a text, in one line or several."""
+        if text not in self._definitions:
+            self._definitions[text] = self._parse(in_lines(text))
+        return self._definitions[text]
+
+
+def _print(epilogue: Epilogue) -> str:
+    from codalang.ir.printer import print_epilogue
+
+    return print_epilogue(epilogue)
+
+
+def _parse(text: str) -> Epilogue:
+    from codalang.parser import parse
+
+    (epilogue,) = parse(text).epilogues.values()
+    return epilogue
+
+
+_texts = Texts(_print, _parse)
+text_of, epilogue_of = _texts.of, _texts.definition
 
 
 def _execute(

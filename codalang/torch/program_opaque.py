@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from codalang.ir.program import Program
-from codalang.torch.opaque import _DTYPES, in_lines, is_traced, one_line
+from codalang.torch.opaque import _DTYPES, Texts, is_traced
 from codalang.torch.program_plan import Plan
 from codalang.torch.program_step import Setting, Wanted
 from codalang.torch.program_values import types_of
 from codalang.torch.signature import ELEMENTS, Extent
 
-_programs: dict[str, Program] = {}
-_texts: dict[int, tuple[Program, str]] = {}
 _plans: dict[tuple[object, ...], Plan] = {}
 _MOST_PLANS = 4096
 
@@ -55,25 +53,21 @@ def run_plan(plan: Plan, values: list[Any]) -> list[Tensor]:
     return [t if f is None else f(t) for t, f in zip(raw, finishes, strict=True)]
 
 
-def text_of(program: Program) -> str:
-    """The program, and the epilogues that it applies, as one line of .coda text; printed once."""
+def _print(program: Program) -> str:
     from codalang.ir.printer import print_program
 
-    key = id(program)
-    if key not in _texts:
-        text = one_line(print_program(program))
-        _texts[key] = (program, text)  # holding the program keeps its id from being reused
-        _programs.setdefault(text, program)
-    return _texts[key][1]
+    return print_program(program)
 
 
-def program_of(text: str) -> Program:
-    """The last program that a text defines; parsed once where this process did not print it."""
-    if text not in _programs:
-        from codalang.parser import parse
+def _parse(text: str) -> Program:
+    from codalang.parser import parse
 
-        *_, _programs[text] = parse(in_lines(text)).programs.values()
-    return _programs[text]
+    *_, last = parse(text).programs.values()
+    return last
+
+
+_texts = Texts(_print, _parse)
+text_of, program_of = _texts.of, _texts.definition
 
 
 def _run(
@@ -86,7 +80,7 @@ def _run(
     derived: bool,
     dtypes: Sequence[str],
 ) -> list[Tensor]:
-    key = (text, values[0].device, tuple(sizes), compute, autocast, *dtypes, *(v.dtype for v in values))
+    key = (text, values[0].device, tuple(sizes), compute, autocast, derived, *dtypes, *(v.dtype for v in values))
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= _MOST_PLANS:
