@@ -1,4 +1,4 @@
-"""How property tests run: a fresh seed each time, printed so that a failure can be had again.
+"""How property tests run: a fresh seed each time, printed so that a failure can be had again; and the command line.
 
 pytest                                 profile `ci`: 100 examples per property
 pytest --hypothesis-profile=deep       2000 examples per property
@@ -7,8 +7,11 @@ CODALANG_SEED=123 pytest               the same examples as the run that printed
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
+import sys
+from collections.abc import Callable
 
 import hypothesis
 import pytest
@@ -36,3 +39,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> str:
     return f"{SEED}={os.environ[SEED]}"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """The command line in this process: (exit code, what it wrote, what it wrote to stderr)."""
+    from codalang.cli import main
+
+    def call(*arguments: object, stdin: str | bytes | None = None) -> tuple[int, str, str]:
+        if stdin is not None:
+            data = stdin if isinstance(stdin, bytes) else stdin.encode()
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        code = main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return code, captured.out, captured.err
+
+    return call

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -22,20 +21,6 @@ TWO = GOOD + "\nepilogue g(acc: tile[M, N]) {\n    store y: tile[M, N] = acc\n}\
 UGLY = "# kept\nepilogue f( acc:tile[M,N] ){ store y:tile[M,N]=acc*2 # this too\n}"
 BAD = "epilogue f(acc: tile[M, N]) {\n    store y: tile[M, N] = acc * gama\n}\n"
 WORSE = "epilogue f(acc: tile[M, N]) {\n    store y tile[M, N] = acc\n}\n"
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    def call(*arguments: object, stdin: str | bytes | None = None) -> tuple[int, str, str]:
-        if stdin is not None:
-            data = stdin if isinstance(stdin, bytes) else stdin.encode()
-            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-        code = main([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return code, captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture

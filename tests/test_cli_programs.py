@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 import pytest
 
 import codalang
-from codalang.cli import main
 from codalang.cli.programs import load_program
 from codalang.cli.sizes import TYPICAL, all_sizes
 
@@ -34,17 +33,6 @@ program chain(x: [T, D], w: [D, D], s: [T]) {
     return z
 }
 """
-
-
-@pytest.fixture
-def run(capsys):
-    def call(*arguments: object) -> tuple[int, str, str]:
-        code = main([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return code, captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from codalang.autodiff.cut import Kept
 from codalang.autodiff.derivative import ALONE, Derivative, Load, Surroundings
 from codalang.autodiff.flow import flow_back
 from codalang.autodiff.graph import Expr, Graph
-from codalang.autodiff.names import Names
+from codalang.autodiff.names import Names, chosen
 from codalang.autodiff.save import not_kept, select
 from codalang.autodiff.seeds import EXACT, Result, Results, transform_of
-from codalang.errors import CodaCallError, CodaUnsupportedError
+from codalang.errors import CodaUnsupportedError
 from codalang.ir.build import canonical
 from codalang.ir.epilogue import Epilogue, Node, Output, Param, Reduce, State, Store
 from codalang.ir.infer import infer
@@ -90,8 +90,8 @@ def _derived(
     around: Surroundings,
 ) -> Derivative:
     """See `derive`."""
-    wanted = _checked(epilogue, "wrt", wrt, [p.name for p in epilogue.params])
-    present = _checked(epilogue, "cotangents", cotangents, [o.name for o in epilogue.outputs])
+    wanted = chosen(epilogue.name, "wrt", wrt, [p.name for p in epilogue.params])
+    present = chosen(epilogue.name, "cotangents", cotangents, [o.name for o in epilogue.outputs])
     names = Names(epilogue)
     graph = Graph(epilogue.dims)
     indices = graph.add_epilogue(epilogue)
@@ -129,20 +129,6 @@ def _again(epilogue: Epilogue, indices: Sequence[int], names: Names, around: Sur
             name = names.fresh(store.name) if epilogue.has_param(store.name) else store.name
             found[store.name] = attrs.evolve(store, name=name, value=indices[store.value])
     return found
-
-
-def _checked(epilogue: Epilogue, argument: str, names: Collection[str] | None, known: Sequence[str]) -> list[str]:
-    """The chosen names in the epilogue's order.  Raises CodaCallError for one it does not have."""
-    if names is None:
-        return list(known)
-    for name in [names] if isinstance(names, str) else names:
-        if name not in known or isinstance(names, str):
-            raise CodaCallError(
-                f"`{argument}` of `{epilogue.name}` must be a collection of names out of {', '.join(known) or 'none'}; "
-                f"got {names!r}",
-                argument=argument,
-            )
-    return [name for name in known if name in names]
 
 
 # ---- the gradients as outputs ---------------------------------------------------------------------------------------

@@ -1,7 +1,11 @@
-"""Names for what a derivation adds: `d_y`, `d_acc`, `saved_acc`, numbered where the user has taken them."""
+"""Names for what a derivation adds: `d_y`, `d_acc`, `saved_acc`, numbered where the user has taken them; and the names
+that a caller chooses among."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
+from codalang.errors import CodaCallError
 from codalang.ir.epilogue import Epilogue
 from codalang.ir.names import Namer
 
@@ -26,3 +30,20 @@ class Names:
     def cotangent_hint(self, value: str) -> str:
         """What to call the cotangent of a `let`: `d_x`, or `dx` beside a parameter or output `d_x`."""
         return f"d{value}" if f"d_{value}" in self._reserved else f"d_{value}"
+
+
+def chosen(derived: str, argument: str, names: Collection[str] | None, known: Sequence[str]) -> list[str]:
+    """The names that a caller chose, in the order of those that there are; None stands for all.
+
+    `derived` is what the derivation is of.  Raises CodaCallError for a name that it does not have.
+    """
+    if names is None:
+        return list(known)
+    for name in [names] if isinstance(names, str) else names:
+        if name not in known or isinstance(names, str):
+            raise CodaCallError(
+                f"`{argument}` of `{derived}` must be a collection of names out of {', '.join(known) or 'none'}; "
+                f"got {names!r}",
+                argument=argument,
+            )
+    return [name for name in known if name in names]

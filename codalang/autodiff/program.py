@@ -20,6 +20,7 @@ from collections.abc import Collection, Sequence
 
 from codalang.autodiff.derivative import Decision, Derivative, Surroundings
 from codalang.autodiff.epilogue import derive
+from codalang.autodiff.names import chosen
 from codalang.autodiff.program_activity import active_values, given
 from codalang.autodiff.program_apply import Application
 from codalang.autodiff.program_assemble import assemble
@@ -29,7 +30,7 @@ from codalang.autodiff.program_flow import Flow
 from codalang.autodiff.program_fuse import passed_through, renamed
 from codalang.autodiff.program_vectors import gradient_expressions, with_extremes_applied
 from codalang.autodiff.save import RECOMPUTE
-from codalang.errors import CodaCallError, CodaUnsupportedError
+from codalang.errors import CodaUnsupportedError
 from codalang.ir.dims import ONE
 from codalang.ir.epilogue import Epilogue
 from codalang.ir.program import Apply, Matmul, Product, Program, Vector
@@ -56,28 +57,14 @@ def derive_program(
         CodaCallError: `wrt` or `cotangents` has a name that the program has not.
         CodaUnsupportedError: something has no derivative, or the derivative is no program.
     """
-    wanted = _checked(program, "wrt", wrt, [p.name for p in program.params])
-    present = _checked(program, "cotangents", cotangents, list(program.results))
+    wanted = chosen(program.name, "wrt", wrt, [p.name for p in program.params])
+    present = chosen(program.name, "cotangents", cotangents, list(program.results))
     walk = _Walk(program, wanted, present)
     gradients = walk.run()
     flow = walk.flow
     return assemble(
         program, walk.program, flow.kept, flow.emission, flow.cotangent_of, gradients, walk.plan, delay_scales
     )
-
-
-def _checked(program: Program, argument: str, names: Collection[str] | None, known: Sequence[str]) -> list[str]:
-    """The chosen names in the program's order.  Raises CodaCallError for one that it does not have."""
-    if names is None:
-        return list(known)
-    for name in [names] if isinstance(names, str) else names:
-        if name not in known or isinstance(names, str):
-            raise CodaCallError(
-                f"`{argument}` of `{program.name}` must be a collection of names out of {', '.join(known) or 'none'}; "
-                f"got {names!r}",
-                argument=argument,
-            )
-    return [name for name in known if name in names]
 
 
 class _Walk:

@@ -28,7 +28,7 @@ from codalang.ir.program_reference import check_rank, misfit
 from codalang.ir.program_reference import sizes as sizes_of
 from codalang.ir.reference import TORCH_DTYPES
 from codalang.torch.arguments import MISSING, in_order
-from codalang.torch.signature import ELEMENTS, FLOATING, Extent, Value, are_leading
+from codalang.torch.signature import ELEMENTS, FLOATING, Extent, Value, are_leading, common_device
 
 Shape = tuple[Extent, ...]
 
@@ -110,7 +110,7 @@ def check(program: Program, values: Sequence[object]) -> Binding:
     """
     for param, value in zip(program.params, values, strict=True):
         _check_value(program, param, value)
-    device = _common_device(program, values)
+    device = common_device(program.name, ((p.name, v, p.loc) for p, v in zip(program.params, values, strict=True)))
     shapes = tuple(tuple(v.shape) if isinstance(v, Tensor) else () for v in values)
     batch = _batch(program, shapes)
     flat = tuple(_flattened(p.type, shape) for p, shape in zip(program.params, shapes, strict=True))
@@ -166,23 +166,6 @@ def _check_value(program: Program, param: ProgramParam, value: object) -> None:
             argument=param.name,
             hint="integers are declared i32 or i64, masks bool",
         )
-
-
-def _common_device(program: Program, values: Sequence[object]) -> torch.device:
-    """The one device of all tensors.  A tensor without dimensions on the CPU may go with any, as in torch."""
-    decided: tuple[str, torch.device] | None = None
-    for param, value in zip(program.params, values, strict=True):
-        if not isinstance(value, Tensor) or (value.dim() == 0 and value.device.type == "cpu"):
-            continue
-        if decided is None:
-            decided = (param.name, value.device)
-        elif value.device != decided[1]:
-            raise CodaCallError(
-                f"`{param.name}` of `{program.name}` is on {value.device}, but `{decided[0]}` is on {decided[1]}",
-                param.loc,
-                argument=param.name,
-            )
-    return decided[1] if decided else torch.device("cpu")
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------

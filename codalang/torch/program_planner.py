@@ -320,13 +320,11 @@ class Planner:
     def _number_values(self) -> list[Value]:
         """The numbers and extents among the inputs, each once."""
         found: dict[str, Value] = {}
+        names = {p.name for p in self.program.params} | {n for s in self.program.statements for n in s.makes}
         for statement in self.program.statements:
             if isinstance(statement, Apply):
                 values: list[Value] = [value for _, value in statement.inputs]
             elif isinstance(statement, Vector):
-                names = {p.name for p in self.program.params} | {
-                    made for other in self.program.statements for made in other.makes
-                }
                 values = [Dim.of(name) for name in statement.reads if name not in names]
             else:
                 values = []

@@ -27,14 +27,14 @@ from __future__ import annotations
 import math
 import numbers
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 
 import attrs
 import torch
 from torch import Tensor
 
-from codalang.errors import CodaCallError
+from codalang.errors import CodaCallError, Loc
 from codalang.ir.epilogue import Epilogue, Node, Output, Param
 from codalang.ir.ops import OPS
 from codalang.ir.reference import TORCH_DTYPES
@@ -242,7 +242,9 @@ def check(signature: Signature, values: Sequence[object], extents: tuple[Extent,
         )
     for name, value, param in zip(signature.names, values, _params_or_operands(signature), strict=True):
         _check_kind_of_value(signature, name, value, param)
-    device = _common_device(signature, values)
+    device = common_device(
+        signature.epilogue.name, ((name, value, None) for name, value in zip(signature.names, values, strict=True))
+    )
     shapes = _Shapes(signature, values, extents)
     flat = shapes.check_params()
     tensors = [v for v in values if isinstance(v, Tensor)]
@@ -332,17 +334,21 @@ def _describe(value: object) -> str:
     return f"the {called} {_shortened(value)}" if isinstance(value, bool | int | float) else called
 
 
-def _common_device(signature: Signature, values: Sequence[object]) -> torch.device:
-    """The one device of all tensors.  A 0-d tensor on the CPU may go with any, as in torch."""
+def common_device(called: str, arguments: Iterable[tuple[str, object, Loc | None]]) -> torch.device:
+    """The one device of all tensors among the arguments of a call: (name, value, where it is declared) each.
+
+    A tensor without dimensions on the CPU may go with any, as in torch.  Raises CodaCallError.
+    """
     decided: tuple[str, torch.device] | None = None
-    for name, value in zip(signature.names, values, strict=True):
+    for name, value, loc in arguments:
         if not isinstance(value, Tensor) or (value.dim() == 0 and value.device.type == "cpu"):
             continue
         if decided is None:
             decided = (name, value.device)
         elif value.device != decided[1]:
             raise CodaCallError(
-                f"`{name}` of `{signature.epilogue.name}` is on {value.device}, but `{decided[0]}` is on {decided[1]}",
+                f"`{name}` of `{called}` is on {value.device}, but `{decided[0]}` is on {decided[1]}",
+                loc,
                 argument=name,
             )
     return decided[1] if decided else torch.device("cpu")

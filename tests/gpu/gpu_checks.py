@@ -589,3 +589,14 @@ def poisoned(module: object | None) -> Iterator[list[Allocation]]:
         yield allocations
     finally:
         module.empty = original
+
+
+def assert_no_synchronization(step: Callable[[], object]) -> None:
+    """Nothing in a step waits for the device, once it has run: torch raises where something does."""
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -9,6 +9,7 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
+from gpu_checks import assert_no_synchronization
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -196,13 +197,7 @@ def test_no_hidden_synchronization() -> None:
         )
         torch.autograd.grad(results, [*b.wanted, eps], (b.d_x2, b.d_qkv))
 
-    run()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_no_synchronization(run)
 
 
 def test_peak_memory_is_at_most_pytorch_s() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import gpu_cases
 import pytest
 import torch
-from gpu_checks import NOISE, ROUNDING_ALLOWANCE, TORCH_DTYPES, shape_of
+from gpu_checks import NOISE, ROUNDING_ALLOWANCE, TORCH_DTYPES, assert_no_synchronization, shape_of
 from torch import Tensor
 
 from codalang.ir import reference
@@ -250,13 +250,7 @@ def test_no_hidden_synchronization() -> None:
         outputs = as_tuple(function(**inputs))
         return torch.autograd.grad(outputs, differentiable(inputs), [torch.ones_like(y) for y in outputs])
 
-    step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_no_synchronization(step)
 
 
 def test_scalar_as_number_and_as_tensor_agree() -> None:
@@ -293,13 +287,7 @@ def test_the_full_language_repeats_bitwise() -> None:
 
 def test_the_full_language_does_not_synchronize() -> None:
     step = _full_language_step()
-    step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_no_synchronization(step)
 
 
 def test_the_full_language_in_a_cuda_graph() -> None:
