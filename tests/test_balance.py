@@ -11,7 +11,7 @@ import attrs
 import pytest
 import torch
 from emulation import emulated
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from test_lower import spec_of, stdlib_epilogue
 
@@ -62,7 +62,6 @@ def items_of(numbers: Balance, tiles: int, steps: int, clusters: int) -> list[li
 @example(1, 448, 66, 1024.0)
 @example(66, 64, 66, 1024.0)
 @example(131, 64, 66, 1024.0)
-@settings(max_examples=150, deadline=None)
 def test_every_step_of_every_tile_is_multiplied_once(tiles: int, steps: int, clusters: int, cycles: float) -> None:
     numbers = balance.divided(tiles, steps, clusters, cycles)
     seen: set[tuple[int, int]] = set()

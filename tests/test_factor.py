@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import JUMPS, epilogues, extents, fitted, inputs_for
 
@@ -49,7 +49,6 @@ def test_a_product_that_is_there_anyway_stays() -> None:
     assert sum(n.op == "mul" for n in result.nodes) == 3
 
 
-@settings(max_examples=100, deadline=None)
 @given(epilogues(without=JUMPS), extents, st.integers(0, 2**31))
 def test_values_stay(epilogue: Epilogue, size: tuple[int, int, int], seed: int) -> None:
     """But for rounding, which may decide what jumps: two sums that are equal compare as they are rounded."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from codalang.cli.layout import Layout, arrange
@@ -31,7 +31,6 @@ def edges_of(layout: Layout, boxes: dict[str, tuple[float, float]], name: str) -
     return x - width / 2, x + width / 2, y - height / 2, y + height / 2
 
 
-@settings(max_examples=60, deadline=None)
 @given(graphs())
 def test_boxes_stand_apart_and_inside(graph) -> None:
     boxes, edges = graph
@@ -47,7 +46,6 @@ def test_boxes_stand_apart_and_inside(graph) -> None:
             assert beside or bottom <= other_top + SLACK or other_bottom <= top + SLACK
 
 
-@settings(max_examples=60, deadline=None)
 @given(graphs())
 def test_edges_lead_down_from_box_to_box(graph) -> None:
     boxes, edges = graph
@@ -61,7 +59,6 @@ def test_edges_lead_down_from_box_to_box(graph) -> None:
         assert all(there.y > here.y - SLACK for here, there in pairwise(route))
 
 
-@settings(max_examples=60, deadline=None)
 @given(graphs())
 def test_long_edges_pass_beside_boxes(graph) -> None:
     """Where an edge passes a layer it goes straight down, outside every box there."""

@@ -15,7 +15,8 @@ import example_formulas
 import golden_cases
 import pytest
 import torch
-from hypothesis import given, note, settings
+from effort import examples
+from hypothesis import given, note
 from hypothesis import strategies as st
 from program_strategies import SIZES, cotangents_for, inputs_for, programs, shape_of, with_row_scales
 from torch import Tensor
@@ -136,7 +137,7 @@ def backward_call(
     return derivative, {name: sources[load.source][load.name] for name, load in derivative.loads.items()}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(programs(without=TIED), seeds, st.data())
 def test_random_programs(program: Program, seed: int, data: st.DataObject) -> None:
     """Gradients for any subset of the parameters from any subset of the results."""
@@ -147,7 +148,7 @@ def test_random_programs(program: Program, seed: int, data: st.DataObject) -> No
     check_gradients(program, inputs_for(program, seed), SIZES, wrt=wrt, present=present, seed=seed)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(programs(max_steps=3, steps=4, without=TIED), seeds)
 def test_second_derivatives_of_random_programs(program: Program, seed: int) -> None:
     """The derived backward is a program like any other."""
@@ -156,7 +157,7 @@ def test_second_derivatives_of_random_programs(program: Program, seed: int) -> N
     check_gradients(first.backward, loaded, SIZES, seed=seed)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(programs(without=TIED).map(with_row_scales), seeds, st.data())
 def test_random_programs_with_delayed_scales(program: Program, seed: int, data: st.DataObject) -> None:
     """Gradients for any subset of the parameters, where matmuls are scaled by rows."""
@@ -165,7 +166,7 @@ def test_random_programs_with_delayed_scales(program: Program, seed: int, data: 
     check_gradients(program, inputs_for(program, seed), SIZES, wrt=wrt, seed=seed, delay_scales=True)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(programs(max_steps=3, steps=4, without=TIED).map(with_row_scales), seeds)
 def test_second_derivatives_with_delayed_scales(program: Program, seed: int) -> None:
     inputs = inputs_for(program, seed)

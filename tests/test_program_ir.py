@@ -7,7 +7,8 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
+from effort import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from program_strategies import inputs_for, programs
 
@@ -40,14 +41,14 @@ def round_trip(program: Program) -> str:
 
 
 @given(programs())
-@settings(max_examples=30)
+@examples(30)
 def test_random_programs_verify_and_round_trip(program: Program) -> None:
     verify_program(program)
     round_trip(program)
 
 
 @given(programs())
-@settings(max_examples=30)
+@examples(30)
 def test_derived_programs_verify_and_round_trip(program: Program) -> None:
     derivative = derive_program(program)
     for derived in (derivative.forward, derivative.backward):
@@ -56,7 +57,7 @@ def test_derived_programs_verify_and_round_trip(program: Program) -> None:
 
 
 @given(programs(), st.integers(0, 2**20))
-@settings(max_examples=30)
+@examples(30)
 def test_simplified_programs_compute_the_same(program: Program, seed: int) -> None:
     simple = simplify_program(program)
     verify_program(simple)
@@ -70,7 +71,7 @@ def test_simplified_programs_compute_the_same(program: Program, seed: int) -> No
 
 
 @given(programs(), st.integers(0, 2**20))
-@settings(max_examples=15)
+@examples(15)
 def test_simplified_derivatives_compute_the_same(program: Program, seed: int) -> None:
     backward = derive_program(program).backward
     simple = simplify_program(backward)

@@ -8,7 +8,7 @@ from pathlib import Path
 import golden_cases
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from test_program_errors import EPILOGUES
 
@@ -643,7 +643,6 @@ def test_any_statements(statements: list[str]) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150)
 def test_mutated_programs(data: st.DataObject) -> None:
     text = data.draw(st.sampled_from([CALLED + EPILOGUES, *[t + EPILOGUES for t in SAMPLES]]))
     start = data.draw(st.integers(0, len(text)))

@@ -567,7 +567,7 @@ SHAPES = sorted({t.tile for t in TILINGS} | {(64, 32), (64, 16)})
 
 
 @pytest.mark.parametrize("tile_shape", SHAPES, ids=str)
-@settings(max_examples=max(1, settings.default.max_examples // 20))
+@settings(max_examples=-(-settings.default.max_examples // len(SHAPES)))
 @given(
     epilogue=epilogues(states=USER_STATES),
     seed=st.integers(0, 2**20),

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from effort import examples
 from emulation import emulated
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from program_strategies import cotangents_for, inputs_for, programs
 from torch import Tensor
@@ -315,7 +316,7 @@ def _near(ours: Tensor | None, expected: Tensor, scale: float) -> bool:
     return value.shape == expected.shape and float((value - expected).abs().max()) <= scale if value.numel() else True
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(programs(), st.integers(0, 2**31), st.data())
 def test_random_programs(program: Program, seed: int, data: st.DataObject) -> None:
     """Results, gradients for any subset of the arguments from any subset of the results, twice, and those of gradients:
@@ -347,7 +348,7 @@ def test_random_programs(program: Program, seed: int, data: st.DataObject) -> No
             assert value.is_contiguous()
 
 
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(programs(), st.integers(0, 2**31))
 def test_random_programs_on_kernels(program: Program, seed: int) -> None:
     """By what stands in for kernels, in f64, from poisoned buffers: bf16 results are those of the reference."""
