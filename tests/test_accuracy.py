@@ -22,11 +22,12 @@ from codalang.ir.evaluate import OP_FUNCTIONS
 from codalang.ir.ops import OPS
 from codalang.ir.printer import print_epilogue
 from codalang.ir.simplify import simplify
-from codalang.lower import device
+from codalang.lower import device, split
 from codalang.lower.accuracy import ACCURACY
 from codalang.lower.codegen import generate
+from codalang.lower.compile import Report, compile_object
 from codalang.lower.load import key_of
-from codalang.lower.spec import KernelSpec, merge_spec
+from codalang.lower.spec import Config, KernelSpec, Operand, merge_spec
 from codalang.parser import format_source, parse
 
 ROOT = Path(__file__).parents[1]
@@ -151,10 +152,33 @@ def test_every_epilogue_of_a_program_is_precise() -> None:
 @pytest.mark.parametrize("op", ["sin", "pow", "tanh", "rsqrt"])
 def test_precise_kernels_compile(op: str, tmp_path: Path) -> None:
     """None needs local memory."""
-    from codalang.lower.compile import compile_object
-
     call = f"{op}(x, 1.7)" if op == "pow" else f"{op}(x)"
     epilogue = parse(f"precise epilogue f(x: tile[M, N]) {{ store y: tile[M, N] = {call} }}").epilogues["f"]
     spec = KernelSpec(epilogue, None, ("f32",), ("f32",), None)
     report = compile_object(spec, tmp_path / "kernel.o", keep_ptx=True)
     assert report.spill_bytes == 0 and ".local" not in (report.ptx or "")
+
+
+@pytest.mark.parametrize("extents", [(8192, 4096, 14336), (8, 4096, 14336), (128, 4096, 14336)], ids=str)
+def test_the_mainloop_of_a_precise_epilogue_has_room_for_a_second_accumulator(
+    extents: tuple[int, int, int], tmp_path: Path
+) -> None:
+    epilogue = simplify(codalang.load("residual_rms", precise=True).residual_rms.epilogue)
+    dtypes = ("bf16", "f32"), ("bf16", "bf16")
+    spec = KernelSpec(epilogue, Operand("bf16", "k", "k"), *dtypes, None)
+    config = split.choose(spec, *extents)
+    report = compile_object(attrs.evolve(spec, config=config), tmp_path / "kernel.o", keep_ptx=True)
+    assert report.spill_bytes == 0 and not report.serialized
+    once = attrs.evolve(spec, epilogue=attrs.evolve(epilogue, precise=False), config=config)
+    assert count_adds(report) >= count_adds(compile_object(once, tmp_path / "once.o", keep_ptx=True)) + accumulators(
+        config
+    )
+
+
+def count_adds(report: Report) -> int:
+    return (report.ptx or "").count("add.f32") + (report.ptx or "").count("add.rn.f32")
+
+
+def accumulators(config: Config) -> int:
+    """Registers of one thread."""
+    return config.tile[0] * config.tile[1] // (128 if config.ping_pong else 256)

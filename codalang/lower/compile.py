@@ -175,7 +175,9 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
         raise CodaUnsupportedError(f"`{spec.epilogue.name}` does not fit in shared memory with {spec.config}")
     if spec.config.gathers:
         outputs += (row_of_words("f32"), row_of_words("i32"))
-    kernel = GemmKernel(body, spec.config, operand, input_foldings, output_foldings, spec.overlap)
+    kernel = GemmKernel(
+        body, spec.config, operand, input_foldings, output_foldings, spec.overlap, spec.epilogue.precise
+    )
     a = tensor(operand.dtype, operand.a_major, folding=operand.a_folding)
     b = tensor(operand.dtype, operand.b_major, folding=operand.b_folding)
     schedule = (cutlass.Int32(1),) * (1 + len(attrs.fields(Balance)) * spec.config.balanced)

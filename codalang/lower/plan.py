@@ -182,7 +182,8 @@ def registers(spec: KernelSpec, config: Config) -> int:
 
     The accumulator; what each reduction carries (a row of the thread's columns per sub-tile, or a number per row that
     it has); cols, a number per row; for rows per sample, the sample of each row, and of each input an address and eight
-    columns; the columns of one unit; and some for addresses and temporaries.
+    columns; the columns of one unit; and some for addresses and temporaries.  The mainloop of a precise epilogue has
+    a second accumulator.
     """
     rows = config.tile[0] // (64 if config.ping_pong else 128) * 2
     columns = config.subtile // 4
@@ -196,7 +197,9 @@ def registers(spec: KernelSpec, config: Config) -> int:
     per_sample = [(relative_width(spec.epilogue, p), dtype) for p, dtype in spec.inputs if p.type.kind is Kind.ROWS]
     cols += rows * bool(per_sample)
     cols += sum(2 + int(width * (8 if DTYPE_BYTES[dtype] == 2 else 16)) for width, dtype in per_sample)
-    return accumulator + carried + cols + unit(spec.epilogue) // 4 + _temporaries(spec.epilogue)
+    epilogue = carried + unit(spec.epilogue) // 4 + _temporaries(spec.epilogue)
+    mainloop = accumulator * spec.epilogue.precise + TEMPORARY_REGISTERS
+    return accumulator + cols + max(epilogue, mainloop)
 
 
 def _temporaries(epilogue: Epilogue) -> int:

@@ -28,6 +28,9 @@ Layout of the accumulator (wgmma, PTX ISA 9.7.14): value v of thread t, lane l =
 warpgroup, is row 16w + l/4 + 8*((v>>1)&1), column 8*(v>>2) + 2*(l%4) + (v&1).  Two adjacent values are two adjacent
 columns: the *pair* that `Epilogue.apply` sees.
 
+Tensor cores truncate the accumulator at every addition, which shrinks it by about K * 2^-30.  For a `precise epilogue`
+they accumulate short runs of K, and those are added in f32, rounded to nearest: twice the registers, so smaller tiles.
+
 Overlap (`KernelSpec.overlap`): the launch does not wait for the kernel before it in the stream.  CTAs start as those of
 that one leave, make their barriers, fetch their descriptors, and touch nothing in global memory before they know that
 it has ended and that what it wrote is visible.  Kernels launched without it wait for all of this one, as ever.
@@ -56,6 +59,7 @@ THREADS = 384
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # per thread; with 128 producer threads they sum to 384 * 168
 # Per thread: beside more, or tiles of another width, the assembler spills what waits for the rest of its matrices.
 MATRIX_ACCUMULATORS = 128
+PRECISE_STEPS = 32  # of K in one run, which loses 2048 * 2^-30 of its sum
 PANEL_BYTES = 128  # widest shared-memory row that TMA can swizzle
 TEAM_BARRIER = 1  # named barriers 1 and 2: one per team
 TURN_BARRIER = 3  # named barriers 3 and 4: whose mainloop's turn it is
@@ -144,9 +148,11 @@ class GemmKernel:
         input_foldings: tuple[Folding, ...],
         output_foldings: tuple[Folding, ...],
         overlap: bool,
+        precise: bool,
     ) -> None:
         self.body = body
         self.overlap = overlap
+        self.precise = precise
         self.config = config
         self.dtype = CUTE_DTYPES[operand.dtype]
         self.a_major, self.b_major = operand.a_major, operand.b_major
@@ -618,14 +624,47 @@ class GemmKernel:
         k_tiles: Int32,
         team: Int32,
     ) -> None:
-        """acc = A @ B^T over all of K.  One wgmma group stays in flight; the stage before it is released."""
+        """acc = A @ B^T over all of K, of a precise epilogue in runs of it that are added in f32."""
+        if cutlass.const_expr(self.config.ping_pong):
+            self.await_turn(team)
+        if cutlass.const_expr(self.precise):
+            first = cutlass.min(k_tiles, PRECISE_STEPS)
+            self.accumulate(mmas, acc, frag_a, frag_b, ring, passed, first, None)
+            total = cute.make_rmem_tensor_like(acc)
+            total.store(acc.load())
+            done = first
+            while done < k_tiles:
+                steps = cutlass.min(k_tiles - done, PRECISE_STEPS)
+                self.accumulate(mmas, acc, frag_a, frag_b, ring, passed + done, steps, None)
+                total.store(total.load() + acc.load())
+                done += steps
+            acc.store(total.load())
+            if cutlass.const_expr(self.config.ping_pong):
+                self.pass_turn(team)
+        else:
+            self.accumulate(mmas, acc, frag_a, frag_b, ring, passed, k_tiles, team)
+
+    @cute.jit
+    def accumulate(
+        self,
+        mmas: tuple,
+        acc: cute.Tensor,
+        frag_a: cute.Tensor,
+        frag_b: cute.Tensor,
+        ring: Any,
+        passed: Int32,
+        k_tiles: Int32,
+        turn: Int32 | None,
+    ) -> None:
+        """acc = A @ B^T over some steps of K.  One wgmma group stays in flight; the stage before it is released.
+
+        `turn`: this team, where the other's turn is next as soon as the last wgmma is issued.
+        """
         first_mma, next_mma = mmas
         stages = self.config.stages
         slot, phase = passed % stages, (passed // stages) % 2
         read = pipeline.PipelineState(stages, Int32(0), slot, phase)
         release = pipeline.PipelineState(stages, Int32(0), slot, phase)
-        if cutlass.const_expr(self.config.ping_pong):
-            self.await_turn(team)
         ring.consumer_wait(read)
         self.multiply((first_mma, next_mma), acc, frag_a, frag_b, read.index)
         read.advance()
@@ -636,8 +675,8 @@ class GemmKernel:
             ring.consumer_release(release)
             read.advance()
             release.advance()
-        if cutlass.const_expr(self.config.ping_pong):
-            self.pass_turn(team)
+        if cutlass.const_expr(self.config.ping_pong and turn is not None):
+            self.pass_turn(turn)
         warpgroup.wait_group(0)
         ring.consumer_release(release)
 
