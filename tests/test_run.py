@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 from emulation import emulated
@@ -20,7 +21,7 @@ from codalang.ir.types import Dtype
 from codalang.lower import run
 from codalang.lower.dtypes import DTYPE_NAMES
 from codalang.lower.folded import Matrix
-from codalang.lower.spec import Folding, KernelSpec
+from codalang.lower.spec import Config, Folding, KernelSpec
 from codalang.parser import parse
 
 EVERYTHING = parse(
@@ -326,6 +327,39 @@ def test_a_transform_is_merged_by_one_kernel_whoever_has_it(asked: list[KernelSp
     merges = [spec for spec in asked if spec.merge is not None]
     assert len(merges) == 2
     assert len(set(merges)) == 1
+
+
+SUMS = parse(
+    """
+epilogue sums(acc: tile[M, N], g: row[N]) {
+    store y: tile[M, N] = acc
+    reduce rows: col[M] = sum(acc * acc)
+    reduce columns: row[N] = max(acc * g)
+    reduce whole: scalar = sum(acc)
+}
+epilogue factor(rows: row[N], c: row[N], eps: scalar) { store r: row[N] = rsqrt(rows + eps) * c }
+"""
+).epilogues
+
+
+@pytest.mark.parametrize("how", [{}, {"split": 2}, {"balanced": True}, {"tile": (128, 128), "ping_pong": True}])
+def test_what_is_taken_unmerged_is_a_part_of_each_tile(asked: list[KernelSpec], how: dict) -> None:
+    """However tiles are divided along K; a vector kernel merges it, and gives what merging first would."""
+    m, n, k = 300, 520, 1100
+    config = attrs.evolve(Config((128, 256), (2, 1), False, 4, 32, 0, 2), **how)
+    a, b, g = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16(), torch.randn(n)
+    whole = run.gemm(SUMS["sums"], a, b, {"g": g}, config=config)
+    parts = run.gemm(SUMS["sums"], a, b, {"g": g}, config=config, unmerged=("rows", "columns"))
+    tiles = [-(-extent // step) for extent, step in zip((m, n), config.tile, strict=True)]
+    assert (parts["rows"].shape, parts["columns"].shape) == ((tiles[1], m), (tiles[0], n))
+    assert torch.allclose(parts["rows"].sum(0), whole["rows"]) and torch.equal(parts["whole"], whole["whole"])
+    assert torch.equal(parts["columns"].amax(0), whole["columns"]) and torch.equal(parts["y"], whole["y"])
+    c, asked_for = torch.randn(m), {"rows": "sum"}
+    given = [{"rows": rows, "c": c, "eps": 1e-5} for rows in (parts["rows"], whole["rows"])]
+    merged, first = [run.vector(SUMS["factor"], inputs, m, parts=asked_for)["r"] for inputs in given]
+    assert torch.allclose(merged, first)
+    hosted = run.hosted(SUMS["sums"], {"acc": a @ b.T, "g": g}, unmerged=("rows",))
+    assert hosted["rows"].shape == (-(-n // 256), m) and hosted["columns"].shape == (n,)
 
 
 # ---- buffers of the caller -------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ import codalang
 from codalang.errors import CodaCallError, CodaError, CodaUnsupportedError
 from codalang.ir import program_reference
 from codalang.ir.program import Program
+from codalang.lower import results
 from codalang.torch import execute, program_plan, program_step
 from codalang.torch.opaque import Texts, one_line
 from codalang.torch.program import ProgramFunction
@@ -999,6 +1000,23 @@ def test_nothing_is_kept_after_the_backward(m):
 
 
 @contextmanager
+def merges_apart(monkeypatch) -> Iterator[list[tuple[int, ...]]]:
+    """Within it, the shapes of the parts that are merged by a launch of their own."""
+    seen: list[tuple[int, ...]] = []
+
+    def noting(finish):
+        def noted(buffers, out):
+            seen.append(tuple(buffers[0].shape))
+            return finish(buffers, out)
+
+        return noted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "_MERGES", {key: noting(finish) for key, finish in results._MERGES.items()})
+        yield seen
+
+
+@contextmanager
 def on_kernels() -> Iterator[list[object]]:
     """Calls go through `codalang.lower.run`, as on a Hopper GPU."""
 
@@ -1071,7 +1089,7 @@ program chain(x: [T, D], w: [E, D], v: [E, E], c: [T]) {
 """
 
 
-def test_auxiliary_steps_become_one_and_merge_what_reductions_leave():
+def test_auxiliary_steps_become_one_and_merge_what_reductions_leave(monkeypatch):
     """Two launches for four steps and three reductions; `s`, which others read, is stored by what merges it."""
     function = codalang.load(CHAIN).chain
     generator = torch.Generator().manual_seed(0)
@@ -1091,8 +1109,9 @@ def test_auxiliary_steps_become_one_and_merge_what_reductions_leave():
         ("vector", 1, {}, ()),
     ]
     fresh = ProgramFunction(function.program)
-    with on_kernels() as specs:
+    with merges_apart(monkeypatch) as apart, on_kernels() as specs:
         found = fresh(**given)
+    assert apart == [(1, 1)]  # `total`, of one tile
     parts = [spec.parts for spec in specs if spec.parts is not None]
     assert sorted(parts) == sorted([("max", "", "sum"), ("min",)])
     for ours, theirs, truth in zip(found, expected, exact, strict=True):

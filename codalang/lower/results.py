@@ -1,7 +1,8 @@
 """How a kernel's buffers become outputs: where each is allocated or given, and how partials are merged.
 
 Reductions come from the kernels as one partial per tile, and are merged over them in a fixed order: sums, maxima and
-minima by torch's own reduction, stateful transforms by a small kernel (`merge`).
+minima by torch's own reduction, stateful transforms by a small kernel (`merge`).  Those that the caller takes unmerged
+are given as they come; `vector` merges them.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ def _fold(
 ) -> tuple[Finish, tuple[torch.dtype, ...]]:
     """How a reduction's partials are merged, and the dtypes of what it carries."""
     first = group[0]
+    if first.name in shape.unmerged:
+        return _as_is, (torch.float32,)
     if kind is Kind.ROWS:
         merged, carried = _fold(shape, group, Kind.ROW, compiled)
         return _by_sample(shape.samples, merged), carried
