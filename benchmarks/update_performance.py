@@ -1,11 +1,12 @@
 """Writes the figures of docs/performance.md from the files that the measuring commands write: none is typed by hand.
 
     python benchmarks/update_performance.py [--bench BENCH.json ...] [--search SEARCH.json ...] [--block BLOCK.json]
+        [--energy ENERGY.json]
 
 `--bench` takes reports of `codalang bench --out DIR` (of a workload that several have, the last counts), `--search`
-results of `benchmarks/search_config.py --out DIR`, `--block` that of `benchmarks/block.py --out DIR`.  They are kept in
-docs/bench/, with the plots, and the page's blocks are made of what is kept there, without arguments again.  A block
-stands between two comments:
+results of `benchmarks/search_config.py --out DIR`, `--block` that of `benchmarks/block.py --out DIR`, `--energy` that
+of `benchmarks/energy.py --out DIR`.  They are kept in docs/bench/, with the plots, and the page's blocks are made of
+what is kept there, without arguments again.  A block stands between two comments:
 
     <!-- figures: NAME -->  ...  <!-- end -->
 """
@@ -16,7 +17,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,43 @@ def block(kept: dict[str, Any]) -> str:
     return Table(title, cells).markdown()
 
 
+# Columns of the table of bounds, and which of a pattern's shares each shows.
+BOUNDS = {
+    "measured": "measured",
+    "of the clock": "clock",
+    "of cycles": "cycles",
+    "tiles moved, no maths": "moves",
+    "bound by bytes": "bound by bytes",
+    "and by instructions": "bound",
+    "energy of bytes": "extra bytes",
+    "of instructions": "instructions",
+}
+
+
+def energy(kept: dict[str, Any]) -> str:
+    """What power allows each pattern, and the loads that say so."""
+    price, patterns = kept["prices"], kept["patterns"]
+    facts = (
+        f"{kept['device']}, torch {kept['torch']}, codalang {kept['codalang']}: {kept['limit']:.0f} W allowed, "
+        f"{price['spin']['watts']:.0f} W awake and idle, {1e12 * price['joules_per_byte']:.0f} pJ for a byte of "
+        f"memory; a GEMM's energy goes with the clock to the power {price['exponent']:.2f}."
+    )
+    bounds = [["work", *BOUNDS]]
+    loads = [["work", "load", "ms", "W", "MHz", "J"]]
+    for row in patterns:
+        shown = (row["shares"].get(key) for key in BOUNDS.values())
+        bounds.append([row["title"], *("" if value is None else f"{value:.3f}" for value in shown)])
+        for name, load in row["loads"].items():
+            joules = load["watts"] * load["ms"] / 1e3
+            cells = f"{load['ms']:.3f}", f"{load['watts']:.0f}", f"{load['mhz']:.0f}", f"{joules:.3f}"
+            loads.append([row["title"], name, *cells])
+    tables = (Table("The bare GEMM's time over each, and the bounds", bounds), Table("Steady loads, per call", loads))
+    return "\n\n".join([facts, *(table.markdown() for table in tables)])
+
+
 # A block's name -> the kept file that it is made of, and how.
 FIGURES: dict[str, tuple[str, Callable[[Any], str]]] = {name: ("bench", make) for name, make in BENCH.items()}
-FIGURES |= {"search": ("search", search), "block": ("block", block)}
+FIGURES |= {"search": ("search", search), "block": ("block", block), "energy": ("energy", energy)}
 
 
 @attrs.frozen
@@ -110,6 +145,7 @@ class Kept:
     bench: Report | None = None
     search: Rows | None = None
     block: dict[str, Any] | None = None
+    energy: dict[str, Any] | None = None
 
 
 def rendered(page: str, kept: Kept) -> str:
@@ -127,11 +163,11 @@ def read(folder: Path = KEPT) -> Kept:
     """What is kept."""
     texts = {path.stem: path.read_text() for path in folder.glob("*.json")}
     bench = report.from_json(texts["bench"]) if "bench" in texts else None
-    return Kept(bench, *(json.loads(texts[name]) if name in texts else None for name in ("search", "block")))
+    return Kept(bench, *(json.loads(texts[name]) if name in texts else None for name in ("search", "block", "energy")))
 
 
-def keep(bench: list[Path], searches: list[Path], block: Path | None = None, folder: Path = KEPT) -> None:
-    """Keep the files of measuring commands, with the plots."""
+def keep(bench: list[Path], searches: list[Path], others: Mapping[str, Path | None], folder: Path = KEPT) -> None:
+    """Keep the files of measuring commands, with the plots; `others` are kept as they are, by name."""
     folder.mkdir(parents=True, exist_ok=True)
     if bench:
         found = report.merged([report.from_json(path.read_text()) for path in bench])
@@ -141,8 +177,9 @@ def keep(bench: list[Path], searches: list[Path], block: Path | None = None, fol
     if searches:
         rows = {(row["job"], str(row["config"])): row for path in searches for row in json.loads(path.read_text())}
         (folder / "search.json").write_text(json.dumps(list(rows.values()), indent=1) + "\n")
-    if block:
-        (folder / "block.json").write_text(json.dumps(json.loads(block.read_text()), indent=1) + "\n")
+    for name, path in others.items():
+        if path:
+            (folder / f"{name}.json").write_text(json.dumps(json.loads(path.read_text()), indent=1) + "\n")
 
 
 def main() -> None:
@@ -151,8 +188,9 @@ def main() -> None:
     parser.add_argument("--bench", nargs="+", type=Path, default=[])
     parser.add_argument("--search", nargs="+", type=Path, default=[])
     parser.add_argument("--block", type=Path)
+    parser.add_argument("--energy", type=Path)
     options = parser.parse_args()
-    keep(options.bench, options.search, options.block)
+    keep(options.bench, options.search, {"block": options.block, "energy": options.energy})
     PAGE.write_text(rendered(PAGE.read_text(), read()))
 
 

@@ -42,6 +42,30 @@ BLOCK_RUN = {
     ],
 }
 
+ENERGY_RUN = {
+    "device": "a GPU",
+    "torch": "2.11",
+    "codalang": "0.1.0",
+    "limit": 700.0,
+    "prices": {"spin": {"ms": 1.0, "watts": 120.0, "mhz": 1980.0}, "joules_per_byte": 9e-11, "exponent": 1.0},
+    "patterns": [
+        {
+            "name": "logsumexp 8B 8192",
+            "title": "a logsumexp",
+            "loads": {"codalang": {"ms": 2.0, "watts": 700.0, "mhz": 1400.0}},
+            "shares": {
+                "measured": 0.9,
+                "clock": 0.95,
+                "cycles": 0.947,
+                "extra bytes": 0.08,
+                "instructions": 0.01,
+                "bound by bytes": 0.92,
+                "bound": 0.91,
+            },
+        }
+    ],
+}
+
 
 def test_the_page_shows_what_is_kept() -> None:
     text = page.PAGE.read_text()
@@ -67,8 +91,11 @@ def test_the_script_keeps_runs_and_writes_figures(tmp_path: Path) -> None:
         report.write(found, runs[-1])
     (tmp_path / "search.json").write_text(json.dumps(SEARCH))
     (tmp_path / "block.json").write_text(json.dumps(BLOCK_RUN))
-    page.keep(runs, [tmp_path / "search.json"], tmp_path / "block.json", kept)
-    assert {p.name for p in kept.iterdir()} == {"bench.json", "bars.svg", "roofline.svg", "search.json", "block.json"}
+    (tmp_path / "energy.json").write_text(json.dumps(ENERGY_RUN))
+    others = {name: tmp_path / f"{name}.json" for name in ("block", "energy")}
+    page.keep(runs, [tmp_path / "search.json"], others, kept)
+    files = {f"{name}.json" for name in ("bench", "search", "block", "energy")}
+    assert {p.name for p in kept.iterdir()} == {"bars.svg", "roofline.svg"} | files
     for plot in ("bars.svg", "roofline.svg"):
         ElementTree.parse(kept / plot)
     found = page.read(kept)
@@ -82,6 +109,9 @@ def test_the_script_keeps_runs_and_writes_figures(tmp_path: Path) -> None:
         "(bench/bars.svg)",
         "| swiglu 8B 8192 | 0.985 | 1.000 | 0.985 | 192x128 pp |",
         "| 8B | forward | codalang | 4.543 | 0.971 | 0.34 |",
+        "700 W allowed, 120 W awake and idle, 90 pJ for a byte",
+        "| a logsumexp | 0.900 | 0.950 | 0.947 |  | 0.920 | 0.910 | 0.080 | 0.010 |",
+        "| a logsumexp | codalang | 2.000 | 700 | 1400 | 1.400 |",
     ):
         assert shown in text
     assert page.rendered(text, found) == text
