@@ -1,25 +1,24 @@
-"""Exhaustive search of GEMM configurations on a Hopper GPU, beside what the heuristic chooses.
+"""Search of GEMM configurations on a Hopper GPU, beside what the heuristic chooses.
 
-`python benchmarks/search_config.py [--out DIR] [--only REGEX] [--config REGEX] [--ablate] [--rounds N]`
+    python benchmarks/search_config.py [--only REGEX] [--seconds 150] --out DIR
 
-`--config` limits the candidates to those whose short form (as the table shows it) matches.  `--ablate` times beside
-each candidate what its epilogue costs for a reason: `moves` loads and stores the same tiles with next to no maths,
-`plain` stores the accumulator alone.
-
-For each workload (those of `codalang.bench.workloads`, at `--widths` and `--tokens`, and some more epilogues) every
-candidate configuration that fits in shared memory (`codalang.bench.candidates`) is compiled, in parallel processes and
-through the disk cache, then all are timed interleaved with cuBLAS's GEMM alone.  The table shows the best few and the
-heuristic's; the JSON has all.  `codalang/lower/plan.py` is written from these results.
+The held list has the patterns of `codalang.bench.workloads` at several widths and token counts.  Of each workload one
+configuration of every tiling that fits is compiled, in parallel processes and through the disk cache, and timed; then
+every division of shared memory of the best tiling (`codalang.bench.candidates`), as many as there is time for; each
+time in turns with the heuristic's.  `codalang/lower/plan.py` is written from these results; short batches, where K is
+split, have `benchmarks/few_tiles.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import sys
-from fractions import Fraction
+import time
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -27,191 +26,156 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch  # noqa: E402
 
-from codalang.bench.candidates import large, short  # noqa: E402
-from codalang.bench.timing import Call, interleaved  # noqa: E402
-from codalang.bench.tune import problems  # noqa: E402
-from codalang.bench.workloads import PATTERNS, WIDTHS, Pattern, Workload, derived, make_operands  # noqa: E402
-from codalang.ir.build import EpilogueBuilder  # noqa: E402
-from codalang.ir.epilogue import Epilogue  # noqa: E402
-from codalang.ir.types import Kind  # noqa: E402
-from codalang.lower import ahead, run, split  # noqa: E402
-from codalang.lower.spec import Config, KernelSpec  # noqa: E402
+from codalang.bench.candidates import all_for, short  # noqa: E402
+from codalang.bench.timing import interleaved  # noqa: E402
+from codalang.bench.tune import GemmCall, Problem, Timer, Tuned, problems, tune  # noqa: E402
+from codalang.bench.workloads import PATTERNS, WIDTHS, Workload, make_operands  # noqa: E402
+from codalang.lower import ahead, run  # noqa: E402
+from codalang.lower.spec import Config  # noqa: E402
 
-# More epilogues, on the gate/up projection and on the gradient of its input.
-MORE = [
-    pattern
-    for name in ("swiglu", "bias_gelu")
-    for pattern in (
-        Pattern(
-            f"{name}_forward",
-            f"{name}, forward",
-            "epilogue",
-            lambda name=name: derived(name).forward,
-            lambda w, t: (t, 2 * w.ffn, w.hidden),
-        ),
-        Pattern(
-            f"{name}_derived",
-            f"{name}, derived backward",
-            "epilogue",
-            lambda name=name: derived(name).backward,
-            lambda w, t: (t, w.ffn, w.hidden),
-            ("k", "mn"),
-        ),
+HELD = (
+    "residual_rms 8B 8192",
+    "residual_rms 1B 4096",
+    "swiglu 8B 8192",
+    "swiglu 70B 4096",
+    "rope 8B 8192",
+    "rope 1B 16384",
+    "logsumexp 1B 4096",
+    "norm_backward 8B 8192",
+    "norm_backward 70B 4096",
+    "swiglu_backward 8B 8192",
+    "swiglu_backward 1B 4096",
+    "gemm_qkv_tn 8B 4096",
+    "gemm_down_nn 8B 8192",
+    "gemm_gate_up_nt 1B 8192",
+)
+TIMING = 20.0  # seconds, of all that is timed
+
+
+def workload(name: str) -> Workload:
+    """What a name of the held list says."""
+    pattern, width, tokens = name.split()
+    return Workload(PATTERNS[pattern], WIDTHS[width], int(tokens))
+
+
+def problem(chosen: Workload) -> Problem:
+    """Its GEMM, configuration left open.  Needs no GPU."""
+    operands = make_operands(chosen, "meta")
+    with problems() as found, ahead.recorded():
+        run.gemm(chosen.epilogue, operands.a, operands.b, operands.inputs)
+    return found[0]
+
+
+Tiling = tuple[tuple[int, int], tuple[int, int], bool]
+
+
+def tiling(config: Config) -> Tiling:
+    """Tile, cluster and schedule."""
+    return config.tile, config.cluster, config.ping_pong
+
+
+def usual(config: Config) -> tuple[int, ...]:
+    """How much a division of shared memory looks as one that is seldom bad: the ring comes first."""
+    return (
+        min(config.stages, 4),
+        config.subtile == 32,
+        min(config.load_stages, 2),
+        min(config.store_stages, 2),
+        config.stages,
+        -config.load_stages,
     )
-]
 
 
-@attrs.frozen
-class Job:
-    """A workload, or the same GEMM with another epilogue."""
-
-    workload: Workload
-    epilogue: Epilogue
-    what: str = ""
-
-    @property
-    def name(self) -> str:
-        """What `--only` matches."""
-        return f"{self.workload.name} {self.what}".rstrip()
-
-    @property
-    def spec(self) -> KernelSpec:
-        """Its kernel, configuration left open."""
-        operands = make_operands(self.workload, "meta")
-        with problems() as found, ahead.recorded():
-            run.gemm(self.epilogue, operands.a, operands.b, self.given(operands.inputs))
-        return found[0].spec
-
-    def given(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What of the workload's inputs the epilogue takes."""
-        names = {p.name for p in self.epilogue.params}
-        return {name: value for name, value in inputs.items() if name in names}
+def of_each_tiling(asked: Problem) -> list[Config]:
+    """The heuristic's configuration, and one of every tiling."""
+    heuristic, *others = all_for(asked.spec, asked.m, asked.n, asked.k)
+    best: dict[Tiling, Config] = {}
+    for config in sorted((c for c in others if c.split == 1 and not c.balanced), key=usual):
+        best[tiling(config)] = config
+    return list(dict.fromkeys([heuristic, *best.values()]))
 
 
-def jobs(widths: list[str], tokens: list[int]) -> list[Job]:
-    """Every workload on a GEMM."""
-    patterns = [p for p in (*PATTERNS.values(), *MORE) if p.group != "hosted"]
-    chosen = [Workload(p, WIDTHS[width], count) for width in widths for count in tokens for p in patterns]
-    return [Job(workload, workload.epilogue) for workload in chosen]
+def of_tiling(asked: Problem, like: Config) -> list[Config]:
+    """The heuristic's configuration, that one, and every other of its tiling, the most usual first."""
+    heuristic, *others = all_for(asked.spec, asked.m, asked.n, asked.k)
+    same = sorted((c for c in others if tiling(c) == tiling(like)), key=lambda c: (c.balanced, *usual(c)), reverse=True)
+    return list(dict.fromkeys([heuristic, like, *same]))
 
 
-def moves(epilogue: Epilogue) -> Epilogue:
-    """The tiles of an epilogue, loaded and stored with next to no maths; no vectors and no reductions."""
-    builder = EpilogueBuilder(f"{epilogue.name}_moves", ("M", "N"))
-    base = epilogue.params[0].type.width or Fraction(1)
-    total = builder.param(epilogue.params[0].name, epilogue.params[0].type)
-    for param in epilogue.params[1:]:
-        if param.type.kind is Kind.TILE:
-            value = builder.param(param.name, param.type, param.dtype)
-            width = param.type.width or Fraction(1)
-            if width > base:
-                value = builder.op("add", builder.op("even", value), builder.op("odd", value))
-            elif width < base:
-                value = builder.op("join", value, value)
-            total = builder.op("add", total, value)
-    for store in epilogue.stores:
-        width = store.type.width or Fraction(1)
-        value = total if width == base else builder.op(*(("join", total, total) if width > base else ("even", total)))
-        builder.store(store.name, value, store.type, store.dtype)
-    return builder.finish()
+def compiled(asked: dict[Problem, list[Config]]) -> dict[Problem, list[Config]]:
+    """Those that compile, the first of each problem among them."""
+    specs = [attrs.evolve(p.spec, config=c) for p, configs in asked.items() for c in configs]
+    begin = time.perf_counter()
+    outcome = ahead.compile_each(specs)
+    errors = {spec: found.error for spec, found in outcome.items() if found.error}
+    words = sorted({error.splitlines()[0] for error in errors.values()})
+    print(f"{len(outcome)} kernels in {time.perf_counter() - begin:.0f} s, {len(errors)} failed {words}", flush=True)
+    return {p: [c for c in cs if attrs.evolve(p.spec, config=c) not in errors] for p, cs in asked.items()}
 
 
-def plain(epilogue: Epilogue) -> Epilogue:
-    """The GEMM of an epilogue without it."""
-    builder = EpilogueBuilder(f"{epilogue.name}_plain", ("M", "N"))
-    accumulator = epilogue.params[0]
-    builder.store("y", builder.param(accumulator.name, accumulator.type), accumulator.type)
-    return builder.finish()
+def timed(chosen: Workload, asked: Problem, configs: list[Config], timer: Timer, device: str) -> Tuned:
+    """The best of these configurations, and the first, which is the heuristic's."""
+    operands = make_operands(chosen, device)
+    call = GemmCall(asked, lambda c: run.gemm(chosen.epilogue, operands.a, operands.b, operands.inputs, config=c))
+    found = tune(call, configs, timer=timer)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return found
 
 
-def ablations(job: Job) -> list[Job]:
-    """The same GEMM with less of the epilogue."""
-    return [Job(job.workload, what(job.epilogue), what.__name__) for what in (moves, plain)]
+def search(names: list[str], seconds: float, timer: Timer = interleaved, device: str = "cuda") -> list[dict[str, Any]]:
+    """Rows of the JSON."""
+    begin = time.perf_counter()
+    chosen = {problem(w): w for w in map(workload, names)}
+    first = compiled({p: of_each_tiling(p) for p in chosen})
+    each = (time.perf_counter() - begin) / len({(p.spec, c) for p, configs in first.items() for c in configs})
+    tilings = {p: timed(w, p, first[p], timer, device) for p, w in chosen.items()}
+    room = int((seconds - TIMING - (time.perf_counter() - begin)) / each)
+    second = compiled(limited({p: of_tiling(p, tilings[p].best) for p in chosen}, max(room, 0)))
+    return [row(w, timed(w, p, second[p], timer, device), len({*first[p], *second[p]})) for p, w in chosen.items()]
 
 
-def candidates(job: Job, wanted: re.Pattern[str] = re.compile("")) -> list[Config]:
-    """Every configuration that fits."""
-    return [config for config in large(job.spec) if wanted.search(short(config))]
+def limited(asked: dict[Problem, list[Config]], room: int) -> dict[Problem, list[Config]]:
+    """The first of each in turn until there are `room` kernels beside the first two of each, which are there."""
+    kept = {p: configs[:2] for p, configs in asked.items()}
+    new: set[Any] = set()
+    for rank in range(2, max(map(len, asked.values()))):
+        for p, configs in asked.items():
+            for config in itertools.islice(configs, rank, rank + 1):
+                if (p.spec, config) in new or len(new) < room:
+                    new.add((p.spec, config))
+                    kept[p].append(config)
+    return kept
 
 
-def fitted(spec: KernelSpec, config: Config) -> Config:
-    """A configuration of another job of the same GEMM, without the slabs that this one does not need."""
-    has_loads = any(p.type.kind is Kind.TILE for p, _ in spec.inputs)
-    return attrs.evolve(config, load_stages=config.load_stages * has_loads)
+def row(chosen: Workload, found: Tuned, candidates: int) -> dict[str, Any]:
+    """As JSON and a line have it."""
+    m, n, k = chosen.extents
+    share = found.best_ms / found.heuristic_ms
+    print(f"{chosen.name:26} {share:.3f} of {candidates}: {short(found.heuristic)} | {short(found.best)}", flush=True)
+    return {
+        "job": chosen.name,
+        "extents": f"{m} x {n} x {k}",
+        "candidates": candidates,
+        "heuristic_ms": found.heuristic_ms,
+        "best_ms": found.best_ms,
+        "heuristic": short(found.heuristic),
+        "best": short(found.best),
+    }
 
 
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=re.compile, default=re.compile(""), help="jobs whose name matches")
-    parser.add_argument("--config", type=re.compile, default=re.compile(""))
-    parser.add_argument("--widths", nargs="+", choices=list(WIDTHS), default=["8B"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[8192])
-    parser.add_argument("--ablate", action="store_true")
+    parser.add_argument("--only", type=re.compile, default=re.compile(""), help="names of the list that match")
+    parser.add_argument("--seconds", type=float, default=150.0, help="that all may take, compiling included")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    chosen = [job for job in jobs(options.widths, options.tokens) if options.only.search(job.name)]
-    failures = compile_all(chosen, options)
-    results = []
-    for job in chosen:
-        results += search(job, options, failures)
-        torch.cuda.empty_cache()
+    with torch.no_grad():
+        rows = search([name for name in HELD if options.only.search(name)], options.seconds)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "search.json").write_text(json.dumps(results, indent=1))
-
-
-def compile_all(chosen: list[Job], options: argparse.Namespace) -> set[KernelSpec]:
-    """Compile every candidate, and its ablations; those that fail."""
-    specs = []
-    for job in chosen:
-        configs = candidates(job, options.config)
-        for variant in [job, *(ablations(job) if options.ablate else [])]:
-            specs += [attrs.evolve(variant.spec, config=fitted(variant.spec, c)) for c in configs]
-    outcome = ahead.compile_each(specs)
-    errors = {spec: compiled.error for spec, compiled in outcome.items() if compiled.error}
-    print(f"{len(outcome)} kernels compiled, {len(errors)} failed: {sorted(set(errors.values()))}", flush=True)
-    return set(errors)
-
-
-def search(job: Job, options: argparse.Namespace, failures: set[KernelSpec]) -> list[dict[str, object]]:
-    """Time the candidates of a job; rows for the JSON."""
-    operands = make_operands(job.workload, "cuda")
-    a, b, spec = operands.a, operands.b, job.spec
-    variants = [job, *(ablations(job) if options.ablate else [])]
-    configs = [c for c in candidates(job, options.config) if attrs.evolve(spec, config=c) not in failures]
-
-    def call(variant: Job, config: Config) -> Call:
-        given, own = variant.given(operands.inputs), fitted(variant.spec, config)
-        return lambda: run.gemm(variant.epilogue, a, b, given, config=own)
-
-    heuristic = split.choose(spec, *job.workload.extents)
-    calls = {f"{variant.what}{c}": call(variant, c) for variant in variants for c in configs}
-    calls["heuristic"] = call(job, heuristic)
-    calls["cublas"] = lambda: torch.matmul(a, b.t())
-    times = interleaved(calls, rounds=options.rounds, warm_up=1)
-    cublas = times["cublas"].median
-
-    def ratio(name: str) -> float:
-        return round(cublas / times[name].median, 4)
-
-    rows: list[dict[str, object]] = [
-        {"job": job.name, "config": attrs.asdict(c), "short": short(c), "ratio": ratio(str(c))}
-        | {variant.what: ratio(f"{variant.what}{c}") for variant in variants[1:]}
-        for c in configs
-    ]
-    rows.sort(key=lambda row: -float(str(row["ratio"])))
-    print(f"\n{job.name}: cublas {cublas:.3f} ms, heuristic {ratio('heuristic'):.3f} {short(heuristic)}")
-    for row in rows[: None if options.ablate else 8]:
-        shown = "".join(f"{variant.what} {row[variant.what]:.3f}  " for variant in variants[1:])
-        print(f"   {row['ratio']:.3f}  {shown}{row['short']}")
-    by_shape: dict[str, object] = {}
-    for row in rows:
-        by_shape.setdefault(" ".join(str(row["short"]).split()[:2]), row["ratio"])
-    print("   " + "  ".join(f"{s} {r:.3f}" for s, r in by_shape.items()), flush=True)
-    own = {"job": job.name, "config": "heuristic", "short": short(heuristic), "ratio": ratio("heuristic")}
-    return [*rows, own]
+        (options.out / "search.json").write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,9 +19,24 @@ import update_performance as page  # noqa: E402
 from codalang.bench import report  # noqa: E402
 
 SEARCH = [
-    {"job": "swiglu 8B 8192", "config": {"tile": [128, 256]}, "short": "128x256 co", "ratio": 0.99},
-    {"job": "swiglu 8B 8192", "config": {"tile": [192, 128]}, "short": "192x128 pp", "ratio": 1.0},
-    {"job": "swiglu 8B 8192", "config": "heuristic", "short": "128x256 co", "ratio": 0.985},
+    {
+        "job": "swiglu 8B 8192",
+        "extents": "8192 x 28672 x 4096",
+        "candidates": 14,
+        "heuristic_ms": 2.4,
+        "best_ms": 2.388,
+        "heuristic": "128x256 co",
+        "best": "192x128 pp",
+    },
+    {
+        "job": "rope 8B 8192",
+        "extents": "8192 x 6144 x 4096",
+        "candidates": 9,
+        "heuristic_ms": 0.5,
+        "best_ms": 0.5,
+        "heuristic": "192x128 pp",
+        "best": "192x128 pp",
+    },
 ]
 
 BLOCK_RUN = {
@@ -107,7 +122,9 @@ def test_the_script_keeps_runs_and_writes_figures(tmp_path: Path) -> None:
         "| swiglu | cold | 5.12 | 3.00 |",
         "- no time was left for: rope 8B 4096",
         "(bench/bars.svg)",
-        "| swiglu 8B 8192 | 0.985 | 1.000 | 0.985 | 192x128 pp |",
+        "| swiglu 8B 8192 | 8192 x 28672 x 4096 | 14 | 2.400 | 2.388 | 0.995 | 192x128 pp |",
+        "| rope 8B 8192 | 8192 x 6144 x 4096 | 9 | 0.500 | 0.500 | 1.000 | the heuristic's |",
+        "| least of all |  |  |  |  | 0.995 |  |",
         "| 8B | forward | codalang | 4.543 | 0.971 | 0.34 |",
         "700 W allowed, 120 W awake and idle, 90 pJ for a byte",
         "| a logsumexp | 0.900 | 0.950 | 0.947 |  | 0.920 | 0.910 | 0.080 | 0.010 |",
