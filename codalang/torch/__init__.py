@@ -1,10 +1,12 @@
 """The PyTorch side: programs as differentiable functions of tensors.
 
-signature   what a call looks like; checks its arguments
-execute     runs one epilogue without gradients: kernel or reference
-opaque      the same as torch operators, for torch.compile and other tracers
-autograd    the derivative of a call
-module      Module and EpilogueFunction, what users hold
+signature           what a call of an epilogue looks like; checks its arguments
+single              the program that it is
+execute             runs one epilogue without gradients: kernel or reference
+program_plan        runs a program without gradients
+program_opaque      the same as a torch operator, for torch.compile and other tracers
+program_autograd    the derivative of a call
+module              Module and EpilogueFunction, what users hold
 """
 
 from __future__ import annotations

@@ -28,14 +28,17 @@ from codalang.errors import CodaCallError, CodaError, CodaNameError, Source
 from codalang.ir import module as ir
 from codalang.ir.epilogue import Epilogue
 from codalang.ir.printer import print_epilogue, print_module
+from codalang.ir.program import Apply
 from codalang.ir.simplify import simplify
 from codalang.ir.verify_program import check_determined
 from codalang.torch import opaque
-from codalang.torch.autograd import Operator, Plan, invoke
-from codalang.torch.execute import is_autocast_on
+from codalang.torch.execute import Job, execute, is_autocast_on, reference_only
 from codalang.torch.program import ProgramFunction
+from codalang.torch.program_autograd import ProgramOperator, Shaped, invoke
+from codalang.torch.program_step import Setting, Wanted
 from codalang.torch.results import packer
-from codalang.torch.signature import Binding, Extent, Signature, Value, bind, check, extents_of, key
+from codalang.torch.signature import Binding, Extent, Signature, Value, bind, check, extents_of, key, output_dtype
+from codalang.torch.single import single
 from codalang.torch.transforms import refuse_transforms
 
 # More shapes than this are not remembered at once: a training run with a new sequence length in every step.
@@ -47,10 +50,10 @@ class Hosting:
 
     def __init__(self, epilogue: Epilogue, on_gemm: bool, text: str) -> None:
         self.signature = Signature(epilogue, on_gemm)
-        self.operator = Operator(simplify(epilogue), on_gemm)
+        self.operator = ProgramOperator.of(single(simplify(epilogue), on_gemm))
         self._text = opaque.one_line(text)
         self._count = len(self.signature.names)
-        self._plans: dict[object, tuple[Binding, Plan]] = {}
+        self._calls: dict[object, tuple[Binding, Shaped]] = {}
         self._pack = packer(epilogue.name, [o.name for o in epilogue.outputs])
 
     def call(
@@ -69,40 +72,62 @@ class Hosting:
             extents = extents_of(self.signature, extents)
         if self.signature.on_gemm and torch._C._is_any_autocast_enabled():
             _autocast(values)
-        binding, plan = self._plan(values, extents)
+        binding, shaped = self._shaped(values, extents)
         for slot in binding.moved:
             values[slot] = values[slot].to(binding.device)
-        for slot in binding.reshaped:
-            values[slot] = values[slot].reshape(binding.flat[slot])
-        outputs = invoke(plan, values)
-        if len(binding.lead) == 1:
-            return outputs
-        declared = self.operator.epilogue.outputs
-        return [
-            value.view(binding.shape(output)) if output.type.kind.per_row else value
-            for output, value in zip(declared, outputs, strict=True)
-        ]
+        for shape in shaped.setting.shapes[self._count :]:
+            values.append(torch.empty((), device=binding.device).expand(shape))
+        if binding.is_empty:
+            return self._of_nothing(binding, values)
+        return invoke(shaped, values)
 
-    def _plan(self, values: list[Any], extents: tuple[Extent, ...] | None) -> tuple[Binding, Plan]:
+    def _of_nothing(self, binding: Binding, values: list[Any]) -> Sequence[Tensor]:
+        """Where there are no rows or no columns, nothing is to fuse: the reference, which torch differentiates."""
+        epilogue, flat = self.signature.epilogue, binding.flat
+        dtypes = tuple(output_dtype(output, binding.default, binding.compute) for output in epilogue.outputs)
+        given = (binding.rows, binding.columns, binding.compute, dtypes, binding.samples)
+        with reference_only():
+            outputs = execute(
+                Job(epilogue, self.signature.on_gemm, *given),
+                [v if shape is None else v.reshape(shape) for v, shape in zip(values, flat, strict=False)],
+            )
+        return [t.reshape(binding.shape(o)) for t, o in zip(outputs, epilogue.outputs, strict=True)]
+
+    def _shaped(self, values: list[Any], extents: tuple[Extent, ...] | None) -> tuple[Binding, Shaped]:
         if opaque.is_traced():  # sizes may be symbols, which are no keys
-            return self._make_plan(values, extents)
+            return self._make(values, extents)
         try:
             seen = (key(values), extents)
         except RuntimeError:  # a tensor without a shape: `check` says which
-            return self._make_plan(values, extents)
-        found = self._plans.get(seen)
+            return self._make(values, extents)
+        found = self._calls.get(seen)
         if found is None:
-            if len(self._plans) >= _REMEMBERED_CALLS:
-                self._plans.clear()
-            found = self._plans[seen] = self._make_plan(values, extents)
+            if len(self._calls) >= _REMEMBERED_CALLS:
+                self._calls.clear()
+            found = self._calls[seen] = self._make(values, extents)
         return found
 
-    def _make_plan(self, values: list[Any], extents: tuple[Extent, ...] | None) -> tuple[Binding, Plan]:
-        binding = check(self.signature, values, extents)
-        plan = Plan(
-            self.operator, binding.rows, binding.columns, binding.compute, binding.default, samples=binding.samples
+    def _make(self, values: list[Any], extents: tuple[Extent, ...] | None) -> tuple[Binding, Shaped]:
+        binding, program = check(self.signature, values, extents), self.operator.program
+        (statement,) = program.statements
+        assert isinstance(statement, Apply)
+        given = (binding.rows, binding.columns, binding.samples)
+        sizes = {str(dim): extent for dim, extent in zip(statement.extents, given, strict=False)}
+        if self.signature.on_gemm:
+            sizes |= {name: values[0].shape[-1] for name in program.dims if name not in sizes}
+        rest = [tuple(sizes[str(e)] for e in p.type.shape) for p in program.params[self._count :]]
+        shapes = [tuple(v.shape) if isinstance(v, Tensor) else () for v in values]
+        setting = Setting(
+            sizes,
+            (*shapes, *rest),
+            (*(flat or shape for flat, shape in zip(binding.flat, shapes, strict=True)), *rest),
+            (*(v.dtype if isinstance(v, Tensor) else None for v in values), *(torch.float32 for _ in rest)),
+            binding.compute,
+            binding.device,
         )
-        return binding, plan
+        outputs = zip(program.results, self.signature.epilogue.outputs, strict=True)
+        wanted = [Wanted(name, shape=binding.shape(output)) for name, output in outputs]
+        return binding, Shaped(self.operator, setting, wanted)
 
     def _call_traced(self, values: list[Any], extents: tuple[int, ...] | None) -> Sequence[Tensor]:
         """What torch.compile records: one call of a composite operator, which is checked when its shapes are known."""

@@ -1,57 +1,34 @@
-"""The torch operators that compilers and tracers see in place of our Python.
+"""The torch operator that compilers see in place of a call of an epilogue, and what it has in common with programs'.
 
-    codalang::execute   one epilogue on a GEMM or on plain tensors, without gradients; opaque to everybody
-    codalang::call      a whole call: checked, differentiable.  Composite: tracers see through it to `execute`
+    codalang::call      a whole call: checked, differentiable.  Composite: tracers see through it to `run_program`, which
+                        runs the program that an epilogue on its own is
 
-Both name the epilogue by its .coda text: a traced graph means the same in another process, and may be cached on disk.
+Definitions go by their .coda text: a traced graph means the same in another process, and may be cached on disk.
 The text is brought to one line, because compilers copy constants into the comments of what they generate.
-In eager mode neither is used, because dispatching to Python costs more than the call itself.
+In eager mode no such operator is used, because dispatching to Python costs more than the call itself.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from codalang.ir.epilogue import Epilogue, Param
-from codalang.torch import execute as backend
-from codalang.torch.execute import Job
-from codalang.torch.signature import ELEMENTS, FLOATING, Extent, Value, columns_of, lead_of
+from codalang.torch.signature import ELEMENTS, FLOATING, Extent, Value
 
 T = TypeVar("T")
 
 # By name, because torch 2.11 hands a list of dtypes to Python as numbers.
-_DTYPES = {str(dtype): dtype for dtype in (*FLOATING, torch.int32, torch.int64)}
-
-_jobs: dict[tuple[object, ...], Job] = {}
+DTYPES = {str(dtype): dtype for dtype in (*FLOATING, torch.int32, torch.int64)}
 
 
 def is_traced() -> bool:
     """True where some tracer or mode looks on (fake tensors, functionalization, proxies)."""
     return torch._C._len_torch_dispatch_stack() > 0
-
-
-def execute(job: Job, values: Sequence[Value]) -> Sequence[Tensor]:
-    """Run a job: directly, or where a tracer looks on, as one opaque operator."""
-    if not is_traced():
-        return backend.execute(job, values)
-    device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
-    params = job.epilogue.params[1:] if job.on_gemm else job.epilogue.params
-    tensors = as_tensors(values, params, job.compute, device)
-    outputs = torch.ops.codalang.execute(
-        text_of(job.epilogue),
-        job.on_gemm,
-        tensors,
-        job.rows,
-        job.columns,
-        str(job.compute),
-        [str(d) for d in job.dtypes],
-        job.samples,
-    )
-    return cast(list[Tensor], outputs)
 
 
 def as_tensors(
@@ -100,70 +77,16 @@ class Texts(Generic[T]):
         return self._definitions[text]
 
 
-def _print(epilogue: Epilogue) -> str:
-    from codalang.ir.printer import print_epilogue
-
-    return print_epilogue(epilogue)
-
-
-def _parse(text: str) -> Epilogue:
+@functools.lru_cache(maxsize=1024)
+def epilogue_of(text: str) -> Epilogue:
+    """The epilogue of a text, in one line or several."""
     from codalang.parser import parse
 
-    (epilogue,) = parse(text).epilogues.values()
+    (epilogue,) = parse(in_lines(text)).epilogues.values()
     return epilogue
 
 
-_texts = Texts(_print, _parse)
-text_of, epilogue_of = _texts.of, _texts.definition
-
-
-def _execute(
-    text: str,
-    on_gemm: bool,
-    values: Sequence[Tensor],
-    rows: int,
-    columns: int,
-    compute: str,
-    dtypes: Sequence[str],
-    samples: int = 0,
-) -> list[Tensor]:
-    key = (text, on_gemm, rows, columns, compute, *dtypes, samples)
-    job = _jobs.get(key)
-    if job is None:
-        if len(_jobs) > 4096:
-            _jobs.clear()
-        job = _jobs[key] = Job(
-            epilogue_of(text), on_gemm, rows, columns, _DTYPES[compute], tuple(_DTYPES[d] for d in dtypes), samples
-        )
-    return backend.execute(job, values)
-
-
-def _execute_fake(
-    text: str,
-    on_gemm: bool,
-    values: Sequence[Tensor],
-    rows: Extent,
-    columns: Extent,
-    compute: str,
-    dtypes: Sequence[str],
-    samples: Extent = 0,
-) -> list[Tensor]:
-    results = []
-    for output, dtype in zip(epilogue_of(text).outputs, dtypes, strict=True):
-        lead = lead_of(output, (rows,), samples)
-        results.append(values[0].new_empty(lead + columns_of(output.type.width, columns), dtype=_DTYPES[dtype]))
-    return results
-
-
 _library: Any = torch.library.Library("codalang", "DEF")
-_library.define(
-    "execute(str text, bool on_gemm, Tensor[] values, SymInt rows, SymInt columns, str compute, str[] dtypes,"
-    " SymInt samples=0) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-for _key in ("CPU", "CUDA"):
-    _library.impl("execute", _execute, _key)
-torch.library.register_fake("codalang::execute", _execute_fake, lib=_library)
 _library.define("call(str text, bool on_gemm, Tensor[] values, SymInt[]? extents) -> Tensor[]")
 
 

@@ -54,11 +54,17 @@ class ProgramOperator:
     annotated: Names
     _derivatives: dict[tuple[Names, Names, bool], ProgramDerivative] = attrs.field(factory=dict, init=False)
     _gradients: dict[tuple[Names, Names, bool], GradientProgram] = attrs.field(factory=dict, init=False)
+    _derived: dict[Program, ProgramOperator] = attrs.field(factory=dict, init=False)
 
     @staticmethod
     def of(program: Program) -> ProgramOperator:
         """The operator of a program as its author wrote it."""
         return ProgramOperator(program, frozenset(name for s in program.statements for name in s.makes))
+
+    def derived(self, program: Program) -> ProgramOperator:
+        """The operator of a program that was derived from this one: the same for all extents, so that a new shape
+        derives nothing."""
+        return self._derived.setdefault(program, ProgramOperator(program, self.annotated))
 
     @functools.cached_property
     def types(self) -> dict[str, TensorType]:
@@ -124,7 +130,7 @@ class GradientProgram:
         results = tuple(dict.fromkeys(rename[name] for name in backward.results))
         gradients = {p: None if name is None else rename[name] for p, name in derivative.gradients.items()}
         whole = Program(backward.name, (*params, *program.params), statements, results)
-        return GradientProgram(ProgramOperator(whole, operator.annotated), tuple(cotangents), gradients)
+        return GradientProgram(operator.derived(whole), tuple(cotangents), gradients)
 
 
 def _renamed(statement: Statement, names: Mapping[str, str]) -> Statement:
@@ -203,7 +209,7 @@ class ProgramTape:
         self.constant = tuple(i for i, has in enumerate(differentiable) if not has)
         self._usual = (wrt, frozenset(n for n, has in zip(program.results, differentiable, strict=True) if has))
         self.first = operator.derivative(*self._usual, setting.is_half)
-        self.forward = ProgramOperator(self.first.forward, operator.annotated)
+        self.forward = operator.derived(self.first.forward)
         wanted = (*shaped.wanted, *map(Wanted, self.first.saved))
         self.plan = Plan(self.first.forward, setting, wanted, annotated=operator.annotated)
         loads = self.first.loads.values()
@@ -392,7 +398,7 @@ class DifferentiableStep:
         plan = tape.plan
         results = tuple(wanted.name for wanted in self.gradients.wanted)
         self.shaped = Shaped(
-            ProgramOperator(attrs.evolve(gradient.operator.program, results=results), gradient.operator.annotated),
+            gradient.operator.derived(attrs.evolve(gradient.operator.program, results=results)),
             attrs.evolve(
                 setting,
                 shapes=(*(tape.given[i] for i in self.cotangents), *setting.shapes),
@@ -493,5 +499,5 @@ def _differentiable_backward(
     return step.gradients.spread(tape, results)
 
 
-# See `autograd`: what Function.apply adds to this is for torch.func, which calls refuse.
+# What Function.apply adds to this prepares for torch.func, which calls refuse, and costs as much as all of our own.
 _apply: Any = super(torch.autograd.Function, _Call).apply

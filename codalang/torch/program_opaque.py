@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from codalang.ir.program import Program
-from codalang.torch.opaque import _DTYPES, Texts, is_traced
+from codalang.torch.opaque import DTYPES, Texts, is_traced
 from codalang.torch.program_plan import Plan
 from codalang.torch.program_step import Setting, Wanted
 from codalang.torch.program_values import types_of
@@ -92,12 +92,12 @@ def _run(
             shapes,
             shapes,
             tuple(v.dtype for v in values),
-            _DTYPES[compute],
+            DTYPES[compute],
             values[0].device,
-            _DTYPES.get(autocast),
+            DTYPES.get(autocast),
             derived,
         )
-        wanted = [Wanted(name, _DTYPES[dtype]) for name, dtype in zip(program.results, dtypes, strict=True)]
+        wanted = [Wanted(name, DTYPES[dtype]) for name, dtype in zip(program.results, dtypes, strict=True)]
         plan = _plans[key] = Plan(program, setting, wanted, annotated=() if derived else None)
     return plan.run(list(values))
 
@@ -117,7 +117,7 @@ def _run_fake(
     program = program_of(text)
     types, extents = types_of(program), dict(zip(names.split(","), sizes, strict=True)) if names else {}
     return [
-        values[0].new_empty([extent(axis, extents) for axis in types[name].shape], dtype=_DTYPES[dtype])
+        values[0].new_empty([extent(axis, extents) for axis in types[name].shape], dtype=DTYPES[dtype])
         for name, dtype in zip(program.results, dtypes, strict=True)
     ]
 

@@ -28,8 +28,8 @@ def prepared(value: Known, kind: Kind) -> Prepare | None:
 
 
 def _joined(tensor: Tensor, columns: int) -> Tensor:
-    """All axes, or all but the last, made one."""
-    return tensor.flatten(0, tensor.dim() - 1 - columns)
+    """All axes, or all but the last, made one; one row where there is none."""
+    return tensor[None] if tensor.dim() <= columns else tensor.flatten(0, tensor.dim() - 1 - columns)
 
 
 def operand(value: Known, transposed: bool) -> tuple[int, Prepare | None]:

@@ -134,8 +134,7 @@ class Binding:
         rows, columns: M and N.
         compute: float64 where any argument is, else float32.
         device: where it runs.
-        flat: for each argument the shape to bring it to, None where it has it.
-        reshaped: the arguments of which `flat` is not None.
+        flat: for each argument its shape with leading dimensions flattened, None where it has it.
         moved: arguments that are 0-d tensors on the CPU and must be brought to the device.
         default: the storage dtype of a tile that has no annotation.
         samples: B, where there is one row per sample, else 0.
@@ -147,10 +146,14 @@ class Binding:
     compute: torch.dtype
     device: torch.device
     flat: tuple[tuple[Extent, ...] | None, ...]
-    reshaped: tuple[int, ...]
     moved: tuple[int, ...]
     default: torch.dtype
     samples: Extent = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """No rows, or no columns; an extent that is a symbol is not 0."""
+        return any(isinstance(e, int) and e == 0 for e in (self.rows, self.columns))
 
     def shape(self, output: Output) -> tuple[Extent, ...]:
         """The shape the caller gets for an output."""
@@ -257,7 +260,6 @@ def check(signature: Signature, values: Sequence[object], extents: tuple[Extent,
         compute=compute,
         device=device,
         flat=flat,
-        reshaped=tuple(i for i, shape in enumerate(flat) if shape is not None),
         moved=moved,
         default=_default_dtype(signature, values, compute),
         samples=shapes.samples,
