@@ -9,7 +9,7 @@ import subprocess
 import sys
 import types
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import attrs
@@ -17,7 +17,7 @@ import pytest
 import torch
 from emulation import emulated
 
-from codalang.bench import first_call, host, implementations, measure, plot, report, workloads
+from codalang.bench import first_call, host, implementations, measure, plot, report, rivals, workloads
 from codalang.bench.implementations import Skipped
 from codalang.bench.report import Report, Result
 from codalang.bench.timing import Call, Timing
@@ -118,6 +118,13 @@ def fake_quack() -> types.SimpleNamespace:
     )
 
 
+def fake_quack_loss() -> types.SimpleNamespace:
+    def linear_cross_entropy(x, weight, bias, target, reduction):
+        return torch.nn.functional.cross_entropy((x @ weight.t()).float(), target, reduction=reduction)
+
+    return types.SimpleNamespace(linear_cross_entropy_func=linear_cross_entropy)
+
+
 def fake_coda() -> types.SimpleNamespace:
     def residual_rms(A, B, C, W, eps):
         x = A @ B + C
@@ -130,9 +137,10 @@ def fake_coda() -> types.SimpleNamespace:
     def rmsnorm_rope(A, B, rstd, positions, frequencies):
         assert (positions.dtype, frequencies.shape) == (torch.int32, (B.shape[1],))
         z = (A @ B).float() * rstd[:, None]
-        angle = positions[:, None].float() * frequencies[0::2]
+        turns = frequencies.double().view(-1, 2).sum(-1)  # of a position, in two parts
+        angle = 2 * math.pi * positions[:, None] * turns
         first, second = z[:, 0::2], z[:, 1::2]
-        turned = first * angle.cos() - second * angle.sin(), first * angle.sin() + second * angle.cos()
+        turned = first * angle.cos() + second * angle.sin(), second * angle.cos() - first * angle.sin()
         return torch.stack(turned, -1).flatten(-2).to(A.dtype)
 
     def lse_select_logits(A, B, target, ignore_index, return_lse):
@@ -142,12 +150,16 @@ def fake_coda() -> types.SimpleNamespace:
 
     def rms_backward(A, B, W, pre, ZdZ, rstd, dX):
         assert (B.shape[0], ZdZ.shape, rstd.dtype) == (W.shape[0], (A.shape[0],), torch.float32)
-        d_h = (A @ B.t()).float()
-        return dX.add_((d_h * W).to(A.dtype)), (d_h * pre).sum(0), pre * W
+        d_h, normalized = (A @ B.t()).float(), pre.float() * rstd[:, None]
+        dX.add_(((d_h * W - normalized * ZdZ[:, None]) * rstd[:, None]).to(A.dtype))
+        return dX, (d_h * normalized).sum(0), (normalized * W).to(A.dtype)
 
     def swiglu_backward(A, B, Z):
         assert Z.shape == (A.shape[0], 2 * B.shape[0])
-        return Z, torch.zeros(A.shape[0]), swiglu(Z)
+        with torch.enable_grad():
+            leaf = Z.float().requires_grad_()
+            (d_z,) = torch.autograd.grad(swiglu(leaf), leaf, (A @ B.t()).float())
+        return d_z.to(A.dtype), (d_z * Z).sum(-1), swiglu(Z)
 
     return types.SimpleNamespace(
         gemm=lambda A, B: A @ B,
@@ -174,29 +186,34 @@ COMPARED = {
     ("quack", "gemm_down_nt"): {"y"},
     ("quack", "residual_rms"): {"x", "h", "ss"},
     ("quack", "swiglu"): {"y"},
+    ("quack", "logsumexp"): {"loss"},
     ("quack", "swiglu_backward"): {"y"},
     ("coda", "gemm_down_nt"): {"y"},
     ("coda", "residual_rms"): {"x", "ss"},
     ("coda", "swiglu"): {"y"},
     ("coda", "rope"): {"y"},
     ("coda", "logsumexp"): {"loss", "lse", "logit"},
-    ("coda", "norm_backward"): {"d_gamma"},
-    ("coda", "swiglu_backward"): {"y"},
+    ("coda", "norm_backward"): {"d_acc", "d_gamma"},
+    ("coda", "swiglu_backward"): {"d_acc", "d_r", "y"},
 }
 
 
-def install(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
-    name, make = LIBRARIES[library]
-    for parent in itertools.accumulate(name.split("."), "{}.{}".format):
-        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
-    module = types.ModuleType(name)
-    vars(module).update(vars(make()))
-    monkeypatch.setitem(sys.modules, name, module)
+MODULES = {**LIBRARIES, "quack's losses": ("quack.linear_cross_entropy", fake_quack_loss)}
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *modules: tuple[str, Callable[[], types.SimpleNamespace]]) -> None:
+    for name, make in modules:
+        for parent in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
+            if parent not in sys.modules:
+                monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+        module = types.ModuleType(name)
+        vars(module).update(vars(make()))
+        monkeypatch.setitem(sys.modules, name, module)
 
 
 @pytest.mark.parametrize(("library", "name"), COMPARED)
 def test_other_libraries_are_called_as_they_say(library: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, library)
+    install(monkeypatch, *MODULES.values())
     workload = tiny(name)
     operands = make_operands(workload, "cpu")
     errors = errors_of(implementations.implementations()[library](workload, operands), workload, operands)
@@ -221,6 +238,88 @@ def test_a_library_that_is_not_there_or_differs_is_skipped_with_a_word(
         make(workload, operands)
     with pytest.raises(Skipped, match="has no function for it"):
         make(tiny("hosted_rope"), make_operands(tiny("hosted_rope"), "cpu"))
+
+
+class FakeTuner:
+    """QuACK's, as far as a limit of time matters: compiles in a pool, times what is ready, takes the best."""
+
+    clock = 0.0
+    slow = 10.0
+
+    def __init__(self, fn: Callable[..., object], configs: list[types.SimpleNamespace]) -> None:
+        self.fn, self.configs, self.timed = fn, configs, []
+
+    def prune_configs(self, kwargs: dict[str, object]) -> list[types.SimpleNamespace]:
+        return self.configs
+
+    def _bench(self, *args: object, config: types.SimpleNamespace, **kwargs: object) -> list[float]:
+        FakeTuner.clock += self.slow
+        self.timed.append(config.name)
+        self.fn(config)
+        return [config.speed] * 3
+
+    def __call__(self, *args: object, **kwargs: object) -> str:
+        queue, timings, pool = self.prune_configs(kwargs), {}, FakePool()
+        while queue:
+            config = queue.pop(0)
+            if pool.poll(config.name)[0] == "pending":
+                queue.append(config)
+                FakeTuner.clock += 1.0
+            else:
+                timings[config.name] = self._bench(*args, config=config, **kwargs)
+        return min(timings, key=timings.get)
+
+
+class FakePool:
+    def poll(self, key: str) -> tuple[str, str | None]:
+        return ("pending" if key.startswith("never") else "done"), None
+
+
+def configs(*names: str) -> list[types.SimpleNamespace]:
+    speeds = {"fast": 1.0, "fails": math.inf}
+    return [types.SimpleNamespace(name=n, speed=speeds.get(n, 2.0), kwargs={"config": n}) for n in names]
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeTuner]]:
+    tuner, pool = type("Tuner", (FakeTuner,), {}), type("Pool", (FakePool,), {})
+    monkeypatch.setitem(globals(), "FakePool", pool)
+    parts = {
+        "autotuner": {"Autotuner": tuner, "_bench_cuda_graph_l2_rotate": dict},
+        "gemm_interface": {"default_config": lambda device: "default"},
+        "cache.async_compile": {"CompilePool": pool},
+    }
+    install(
+        monkeypatch,
+        *((f"quack.{name}", lambda part=part: types.SimpleNamespace(**part)) for name, part in parts.items()),
+    )
+    monkeypatch.setattr(FakeTuner, "clock", 0.0)
+    rivals.hurry.cache_clear()
+    rivals.hurry(25.0, lambda: FakeTuner.clock)
+    yield tuner
+    rivals.hurry.cache_clear()
+
+
+def test_tuning_begins_with_the_default_and_ends_in_time(hurried: type[FakeTuner]) -> None:
+    tuner = hurried(lambda config: None, configs("never compiled", "fast", "a", "default", "late"))
+    assert tuner() == "fast"
+    assert tuner.timed == ["default", "fast", "a"]  # 10 s each, of 25; the pool's last is not waited for
+
+
+def test_tuning_goes_on_until_something_ran(hurried: type[FakeTuner]) -> None:
+    tuner = hurried(lambda config: None, configs("fails", "fails", "fails", "fails", "b", "late"))
+    assert tuner() == "b"
+    assert tuner.timed == ["fails"] * 4 + ["b"]
+
+
+def test_tuners_within_a_tuner_share_its_time(hurried: type[FakeTuner]) -> None:
+    inner = hurried(lambda config: None, configs("a", "fast", "b", "c"))
+    outer = hurried(lambda config: inner(), configs("quack", "cublas"))
+    assert outer() == "quack"
+    assert inner.timed == ["a", "fast"]
+    assert outer.timed == ["quack"]
+    FakeTuner.clock = 1000.0
+    assert hurried(lambda config: None, configs("a", "b", "fast"))() == "fast"  # the next has its own
 
 
 # ---- a run -----------------------------------------------------------------------------------------------------------

@@ -7,13 +7,23 @@
 | coda  | coda-kernels | GEMMs with fused epilogues, autotuned at the first call                                 |
 
 Where a library has no row scale, A's rows are scaled ahead, which gives the same results at no cost to it.
+
+QuACK's autotuner, which CODA uses, too, compiles and times up to 76 configurations, which takes minutes.  Here it
+begins with the library's default one, times each by fewer calls, and takes the best of what it has timed when
+`TUNING_SECONDS` are over.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +31,9 @@ from torch import Tensor
 from codalang.bench import plain
 from codalang.bench.implementations import Results, Skipped, Way
 from codalang.bench.workloads import Operands, Workload
+
+TUNING_SECONDS = 15.0  # of one call: several tuned functions share them
+TIMED_CALLS = 20  # of each configuration; the library's own number is 200
 
 Inputs = dict[str, Tensor]
 Adapter = Callable[[ModuleType, Workload, Tensor, Tensor, Inputs], Way]
@@ -41,22 +54,91 @@ def coda(workload: Workload, operands: Operands) -> Way:
     return _made("coda.core.gemm.functional", "CODA", CODA, workload, operands)
 
 
+def imported(module: str, title: str) -> ModuleType:
+    """A library's module.  Raises Skipped where it cannot be imported."""
+    try:
+        found = importlib.import_module(module)
+        if "quack.autotuner" in sys.modules:
+            hurry()
+    except Exception as error:  # a library that is installed may fail at import, with other versions of what it needs
+        raise Skipped(f"{title} cannot be imported: {type(error).__name__}: {error}") from error
+    return found
+
+
 def _made(module: str, title: str, adapters: dict[str, Adapter], workload: Workload, operands: Operands) -> Way:
     name = "gemm" if workload.pattern.group == "gemm" else workload.pattern.name
     if name not in adapters or operands.a is None or operands.b is None:
         raise Skipped(f"{title} has no function for it")
     try:
-        library = importlib.import_module(module)
-    except Exception as error:  # a library that is installed may fail at import, with other versions of what it needs
-        raise Skipped(f"{title} cannot be imported: {type(error).__name__}: {error}") from error
-    try:
-        return adapters[name](library, workload, operands.a, operands.b, operands.inputs)
+        return adapters[name](imported(module, title), workload, operands.a, operands.b, operands.inputs)
     except AttributeError as error:
         raise Skipped(f"this version of {title} differs: {error}") from error
 
 
 def _scaled(a: Tensor, r: Tensor) -> Tensor:
     return (a.float() * r[:, None]).to(a.dtype)
+
+
+# ---- a limit of time for QuACK's autotuner ---------------------------------------------------------------------------
+
+
+class _Hurry:
+    """The tuners that run, the outermost first: whether each has timed a configuration; and until when they may."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self.seconds, self.clock = seconds, clock
+        self.found: list[bool] = []
+        self.deadline = math.inf
+
+    @contextmanager
+    def tuning(self) -> Iterator[None]:
+        """While a tuner runs, which another may have called."""
+        if not self.found:
+            self.deadline = self.clock() + self.seconds
+        self.found.append(False)
+        try:
+            yield
+        finally:
+            self.found.pop()
+
+    @property
+    def over(self) -> bool:
+        """Whether the innermost tuner should take what it has."""
+        return bool(self.found) and self.found[-1] and self.clock() > self.deadline
+
+
+@cache
+def hurry(seconds: float = TUNING_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+    """Limit QuACK's autotuner; see the module's docstring.  Raises ImportError or AttributeError where it differs."""
+    autotuner, interface, async_compile = (
+        importlib.import_module(f"quack.{name}") for name in ("autotuner", "gemm_interface", "cache.async_compile")
+    )
+    tuner, pool, state = autotuner.Autotuner, async_compile.CompilePool, _Hurry(seconds, clock)
+    run, timed, pruned, poll = tuner.__call__, tuner._bench, tuner.prune_configs, pool.poll
+
+    def run_within(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with state.tuning():
+            return run(self, *args, **kwargs)
+
+    def timed_within(self: Any, *args: Any, config: Any, **kwargs: Any) -> list[float]:
+        if state.over:
+            return [math.inf] * 3
+        times: list[float] = timed(self, *args, config=config, **kwargs)
+        state.found[-1] = state.found[-1] or math.isfinite(times[0])
+        return times
+
+    def default_first(self: Any, kwargs: dict[str, Any]) -> list[Any]:
+        default = interface.default_config(torch.device("cuda"))
+        return sorted(pruned(self, kwargs), key=lambda config: config.kwargs.get("config") != default)
+
+    def polled(self: Any, key: str) -> tuple[str, str | None]:
+        outcome: tuple[str, str | None] = poll(self, key)
+        return ("done", None) if outcome[0] == "pending" and state.over else outcome
+
+    tuner.__call__, tuner._bench, tuner.prune_configs, pool.poll = run_within, timed_within, default_first, polled
+    measured = "_bench_cuda_graph_l2_rotate"
+    fewer = partial(getattr(autotuner, measured), n_timed_calls=TIMED_CALLS, warmup_target_ms=TIMED_CALLS)
+    setattr(autotuner, measured, fewer)
 
 
 # ---- Liger -----------------------------------------------------------------------------------------------------------
@@ -109,7 +191,7 @@ def _liger_rope(library: ModuleType, workload: Workload, a: Tensor, b: Tensor, i
 
 def _liger_logsumexp(library: ModuleType, workload: Workload, a: Tensor, b: Tensor, inputs: Inputs) -> Way:
     function, target = library.liger_fused_linear_cross_entropy, inputs["target"]
-    return Way(lambda: {"loss": function(a, b, target, reduction="none")}, note="the loss alone")
+    return Way(lambda: {"loss": function(a, b, target, reduction="none")}, note="the loss alone; waits for the device")
 
 
 LIGER: dict[str, Adapter] = {
@@ -152,6 +234,12 @@ def _quack_swiglu(library: ModuleType, workload: Workload, a: Tensor, b: Tensor,
     return Way(call, lambda results: {"y": results["y"]})
 
 
+def _quack_logsumexp(library: ModuleType, workload: Workload, a: Tensor, b: Tensor, inputs: Inputs) -> Way:
+    function = imported("quack.linear_cross_entropy", "QuACK").linear_cross_entropy_func
+    target = inputs["target"]
+    return Way(lambda: {"loss": function(a, b, None, target, reduction="none")}, note="the loss; logits stored")
+
+
 def _quack_swiglu_backward(library: ModuleType, workload: Workload, a: Tensor, b: Tensor, inputs: Inputs) -> Way:
     function, pre = library.gemm_dgated, _scaled(inputs["saved_acc"], inputs["r"])
 
@@ -166,6 +254,7 @@ QUACK: dict[str, Adapter] = {
     "gemm": _quack_gemm,
     "residual_rms": _quack_residual_rms,
     "swiglu": _quack_swiglu,
+    "logsumexp": _quack_logsumexp,
     "swiglu_backward": _quack_swiglu_backward,
 }
 
@@ -202,8 +291,15 @@ def _coda_swiglu(library: ModuleType, workload: Workload, a: Tensor, b: Tensor, 
 
 def _coda_rope(library: ModuleType, workload: Workload, a: Tensor, b: Tensor, inputs: Inputs) -> Way:
     function, r = library.gemm_rmsnorm_rope, inputs["r"]
-    position, frequency = inputs["position"].int(), inputs["frequency"].repeat_interleave(2)
+    position, frequency = inputs["position"].int(), coda_frequencies(inputs["frequency"])
     return Way(lambda: {"y": function(a, b.t(), r, position, frequency)})
+
+
+def coda_frequencies(frequency: Tensor) -> Tensor:
+    """Radians a position per pair of columns as CODA wants them per column: turns, in two parts; it turns backwards."""
+    turns = -frequency.double() / (2 * math.pi)
+    high = turns.float()
+    return torch.stack([high, (turns - high).float()], -1).flatten()
 
 
 def _coda_logsumexp(library: ModuleType, workload: Workload, a: Tensor, b: Tensor, inputs: Inputs) -> Way:
@@ -218,24 +314,31 @@ def _coda_logsumexp(library: ModuleType, workload: Workload, a: Tensor, b: Tenso
 
 def _coda_norm_backward(library: ModuleType, workload: Workload, a: Tensor, b: Tensor, inputs: Inputs) -> Way:
     function = library.gemm_residual_partial_rmsnorm_bwd
-    gamma, r = inputs["gamma"].to(a.dtype), torch.ones_like(inputs["d_ss"])
-    d_x = inputs["d_x"].clone()
+    gamma, statistic = inputs["gamma"].to(a.dtype), -2 * inputs["d_ss"]
+    r, d_x = torch.ones_like(statistic), inputs["d_x"].clone()
 
     def call() -> Results:
-        d_acc, d_gamma, h = function(a, b, gamma, inputs["x"], inputs["d_ss"], r, dX=d_x)
+        d_acc, d_gamma, h = function(a, b, gamma, inputs["x"], statistic, r, dX=d_x)
         return {"d_acc": d_acc, "d_gamma": d_gamma, "h": h}
 
-    return Way(call, lambda results: {"d_gamma": results["d_gamma"]}, "adds into d_x; stores the weighted row, too")
+    def restore(results: Results) -> Results:
+        return {"d_acc": results["d_acc"].clone(), "d_gamma": results["d_gamma"]}
+
+    return Way(call, restore, "adds into d_x; stores the weighted row, too")
 
 
 def _coda_swiglu_backward(library: ModuleType, workload: Workload, a: Tensor, b: Tensor, inputs: Inputs) -> Way:
-    function, pre = library.gemm_swiglu_bwd_zdz, _scaled(inputs["saved_acc"], inputs["r"])
+    function, r = library.gemm_swiglu_bwd_zdz, inputs["r"]
+    pre = _scaled(inputs["saved_acc"], r)
 
     def call() -> Results:
         d_scaled, statistic, y = function(a, b, pre)
         return {"d_scaled": d_scaled, "statistic": statistic, "y": y}
 
-    return Way(call, lambda results: {"y": results["y"]}, "without the row scale")
+    def restore(results: Results) -> Results:
+        return {"d_acc": _scaled(results["d_scaled"], r), "d_r": results["statistic"] / r, "y": results["y"]}
+
+    return Way(call, restore, "without the row scale")
 
 
 CODA: dict[str, Adapter] = {
