@@ -26,8 +26,8 @@ import codalang
 from codalang.errors import CodaCallError, CodaError, CodaUnsupportedError
 from codalang.ir import program_reference
 from codalang.ir.program import Program
-from codalang.lower import results
-from codalang.torch import execute, program_plan, program_step
+from codalang.lower import call, results
+from codalang.torch import execute, program_plan, program_planner, program_step
 from codalang.torch.opaque import Texts, one_line
 from codalang.torch.program import ProgramFunction
 
@@ -1118,6 +1118,77 @@ def test_auxiliary_steps_become_one_and_merge_what_reductions_leave(monkeypatch)
         assert ours.dtype is theirs.dtype and ours.shape == theirs.shape and close(ours, truth, 5e-3)
     for name in ("b", "s", "e"):
         assert close(getattr(found, name), exact[function.program.results.index(name)], 1e-5)
+
+
+def test_a_block_is_its_matmuls_and_a_few_vector_kernels(monkeypatch):
+    """Nothing is merged or cast by a launch of its own; both norms' gains get their gradients from one kernel."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"y": (300, 160), "x": (300, 320), "w_o": (320, 160), "g_mlp": (320,), "w_gate_up": (2, 96, 320)}
+    shapes |= {"w_down": (320, 96), "g_attention": (320,), "w_qkv": (96, 320), "frequency": (48,)}
+    given = {n: torch.randn(s, generator=generator).to(torch.bfloat16) / 8 for n, s in shapes.items()}
+    given["frequency"] = given["frequency"].float()
+    wanted = [v.requires_grad_() for n, v in given.items() if n != "frequency"]
+    program = codalang.load(EXAMPLES / "llama_block.coda").llama_block_fused.program
+    sent = [torch.randn(s, generator=generator).to(torch.bfloat16) for s in ((300, 320), (300, 96))]
+
+    def run(function: ProgramFunction) -> tuple[list[Tensor], list[Tensor]]:
+        made = function(**given, positions=torch.arange(300))
+        return [o.detach() for o in made], list(torch.autograd.grad(made, wanted, sent))
+
+    expected = run(ProgramFunction(program))
+    kinds: list[str] = []
+    repeat = call.Call.repeat
+
+    def noted(self, values, out):
+        kinds.append("GEMM" if self.operands else "vector" if len(self.tail) == 1 else "hosted")
+        return repeat(self, values, out)
+
+    monkeypatch.setattr(call.Call, "repeat", noted)
+    with merges_apart(monkeypatch) as apart, on_kernels() as specs:
+        found = run(ProgramFunction(program))
+    assert not apart
+    assert kinds[:6] == ["GEMM", "vector", "GEMM", "GEMM", "vector", "GEMM"]
+    assert sorted(kinds[6:]) == ["GEMM"] * 8 + ["hosted"] + ["vector"] * 3
+    gains = [spec for spec in specs if spec.parts == ("sum", "sum")]
+    assert [spec.vector_dtypes for spec in gains] == [("bf16", "bf16")]
+    for ours, theirs in zip(found[0] + found[1], expected[0] + expected[1], strict=True):
+        assert ours.dtype is theirs.dtype and ours.shape == theirs.shape and close(ours, theirs, 1e-2)
+
+
+ROWS = """
+epilogue rows(acc: tile[M, N], g: row[N]) {
+    store y: tile[M, N] = acc * g
+    reduce s: row[N] = sum(acc)
+    reduce most: row[N] = max(acc)
+    reduce c: col[M] = min(acc)
+}
+program many(x: [T, D], w: [D, D], v: [E, D], g: [D]) {
+    (y, s0, m0, c0) = rows(x @ w.T, g = g)
+    (y1, s1, m1, c1) = rows(y @ w.T, g = g)
+    (y2, s2, m2, c2) = rows(y1 @ w.T, g = g)
+    (y3, s3, m3, c3) = rows(y2 @ w.T, g = s0)
+    (z, s4, m4, c4) = rows(y3 @ v.T, g = 1)
+    return (z, s1, m0, m1, c0, s2, m2, c1, c2, s3, m3, c3, s4, m4)
+}
+"""
+
+
+def test_reductions_that_are_results_are_merged_together(monkeypatch):
+    """Those of a length, up to eight; what else is read is merged by itself."""
+    text = ROWS.replace("g = 1)", "g = h)").replace("g: [D])", "g: [D], h: [E])")
+    program = codalang.load(text).many.program
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (300, 64), "w": (64, 64), "v": (96, 64), "g": (64,), "h": (96,)}
+    given = {n: torch.randn(s, generator=generator).to(torch.bfloat16) / 4 for n, s in shapes.items()}
+    expected = ProgramFunction(program)(**given)
+    with merges_apart(monkeypatch) as apart, on_kernels() as specs:
+        found = ProgramFunction(program)(**given)
+    assert len(apart) == 1  # s0, which the fourth reads
+    merges = [spec.parts for spec in specs if spec.parts is not None]
+    assert sum(map(len, merges)) == 13 and all(len(parts) <= program_planner.MOST_TOGETHER for parts in merges)
+    assert len(merges) < 6
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype is theirs.dtype and ours.shape == theirs.shape and close(ours, theirs, 5e-3)
 
 
 def test_steps_that_differ_in_names_are_one_kernel():

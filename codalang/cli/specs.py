@@ -13,7 +13,7 @@ A and B are contiguous along K.  Storage dtypes, where the program does not anno
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import attrs
 
@@ -25,6 +25,7 @@ from codalang.lower.plan import choose
 from codalang.lower.spec import KernelSpec, Operand, loaded_params
 
 DTYPES = ("bf16", "f16")
+FLOATS = (*DTYPES, "f32")
 
 
 def forward_spec(epilogue: Epilogue, dtype: str, rows: int, columns: int, depth: int) -> KernelSpec:
@@ -36,9 +37,10 @@ def forward_spec(epilogue: Epilogue, dtype: str, rows: int, columns: int, depth:
     on_gemm = epilogue.accumulator is not None
     inputs = tuple(param_dtype(p, dtype) for p in loaded_params(epilogue, on_gemm))
     stores = tuple(output_dtype(s, dtype) for s in epilogue.stores)
+    vectors = _unless_f32(output_dtype(v, dtype) for v in epilogue.vectors)
     if not on_gemm:
-        return KernelSpec(epilogue, None, inputs, stores, None)
-    spec = KernelSpec(epilogue, Operand(dtype, "k", "k"), inputs, stores, None)
+        return KernelSpec(epilogue, None, inputs, stores, None, vector_dtypes=vectors)
+    spec = KernelSpec(epilogue, Operand(dtype, "k", "k"), inputs, stores, None, vector_dtypes=vectors)
     return attrs.evolve(spec, config=choose(spec, rows, columns, depth))
 
 
@@ -71,7 +73,14 @@ def backward_spec(derivative: Derivative, dtype: str) -> KernelSpec:
     inputs = tuple(loaded[p.name] for p in loaded_params(backward, False))
     gradients = _gradient_dtypes(derivative, dtypes, dtype)
     stores = tuple(gradients[s.name] for s in backward.stores)
-    return KernelSpec(backward, None, inputs, stores, None)
+    vectors = _unless_f32(gradients[v.name] for v in backward.vectors)
+    return KernelSpec(backward, None, inputs, stores, None, vector_dtypes=vectors)
+
+
+def _unless_f32(dtypes: Iterable[str]) -> tuple[str, ...]:
+    """As `KernelSpec` has them: what is no float is stored as f32."""
+    found = tuple(name if name in FLOATS else "f32" for name in dtypes)
+    return () if set(found) == {"f32"} else found
 
 
 def _gradient_dtypes(derivative: Derivative, dtypes: Mapping[str, str], dtype: str) -> dict[str, str]:

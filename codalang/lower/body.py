@@ -49,11 +49,12 @@ class Tile:
 
 @attrs.frozen
 class Vector:
-    """A stored row, col or scalar: f32 in memory."""
+    """A stored row, col or scalar."""
 
     name: str
     kind: str
     width: Fraction
+    dtype: str
 
     @property
     def registers(self) -> int:

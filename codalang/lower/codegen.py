@@ -75,8 +75,8 @@ def generate(spec: KernelSpec) -> str:
         "    )",
         "    VECTORS = (",
         *[
-            f"        Vector({v.name!r}, {v.type.kind.value!r}, {relative_width(epilogue, v)!r}),"
-            for v in epilogue.vectors
+            f"        Vector({v.name!r}, {v.type.kind.value!r}, {relative_width(epilogue, v)!r}, {dtype!r}),"
+            for v, dtype in spec.vectors
         ],
         "    )",
         "    PARTIALS = (",

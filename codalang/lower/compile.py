@@ -145,7 +145,7 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
         vectors = tuple(
             row_of_words("f32") if how else vector(i.dtype) for i, how in zip(body.INPUTS, spec.parts, strict=True)
         )
-        stored = tuple(row_of_words("f32") for _ in body.VECTORS)
+        stored = tuple(row_of_words(v.dtype) for v in body.VECTORS)
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
         return VectorKernel(body, spec.parts, spec.overlap), [vectors, stored, cutlass.Int32(1), stream]
     aligned = spec.aligned
@@ -159,7 +159,7 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
         tensor(t.dtype, aligned=aligned, folding=folding)
         for t, folding in zip(body.TILES, output_foldings, strict=True)
     )
-    outputs += tuple(row_of_words("f32") for _ in body.VECTORS)
+    outputs += tuple(row_of_words(v.dtype) for v in body.VECTORS)
     outputs += tuple(row_of_words(dtype) for p in body.PARTIALS for dtype in p.fold.dtypes)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     if spec.operand is None:

@@ -14,7 +14,7 @@ from codalang.ir.types import Kind
 from codalang.lower import balance, plan, split, tuned
 from codalang.lower.call import Call
 from codalang.lower.codegen import unit
-from codalang.lower.dtypes import DTYPE_NAMES, storage_dtypes
+from codalang.lower.dtypes import DTYPE_NAMES, storage_dtypes, vector_dtypes
 from codalang.lower.folded import Matrix
 from codalang.lower.given import check_buffers, output_foldings, written
 from codalang.lower.prepare import Value, is_aligned, prepared_input, prepared_operand, prepared_parts
@@ -51,6 +51,7 @@ def gemm_call(
             None,
             input_foldings=_unless_plain(f for _, _, f in inputs),
             output_foldings=_unless_plain(foldings),
+            vector_dtypes=vector_dtypes(epilogue, storage),
         )
         # no tile may be made of whole boxes of what is folded: then all of it goes through copies
         tilings = (config,) if config else plan.TILINGS
@@ -108,6 +109,7 @@ def hosted_call(
         tuple(DTYPE_NAMES[storage[s.name]] for s in epilogue.stores),
         None,
         aligned,
+        vector_dtypes=vector_dtypes(epilogue, storage),
     )
     tile = (plan.HOSTED_ROWS, 32 * plan.hosted_run(aligned))
     check_buffers(shape, storage, out)
@@ -141,6 +143,7 @@ def vector_call(
         None,
         aligned=False,
         parts=tuple(parts.get(p.name, "") for p in params),
+        vector_dtypes=vector_dtypes(epilogue, storage),
     )
     results = results_of(shape, storage, (1, 1), {}, (), compiled, padded=False, on_gemm=False)
     names = tuple(o.name for o in epilogue.outputs)

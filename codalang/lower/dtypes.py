@@ -28,3 +28,9 @@ def storage_dtypes(
     fallback = {o.name: default if o.name in tiles else RESULT_DTYPES[o.type.dtype.value] for o in epilogue.outputs}
     annotated = {o.name: TORCH_DTYPES[o.dtype] for o in epilogue.outputs if o.dtype}
     return fallback | annotated | dict(dtypes)
+
+
+def vector_dtypes(epilogue: Epilogue, storage: Mapping[str, torch.dtype]) -> tuple[str, ...]:
+    """What kernels store rows, cols and scalars in, as `KernelSpec` has it: other dtypes are cast from f32."""
+    found = tuple(DTYPE_NAMES.get(storage[v.name], "f32") for v in epilogue.vectors)
+    return () if set(found) == {"f32"} else found

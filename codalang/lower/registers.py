@@ -224,6 +224,6 @@ def store_shared_if(valid: Boolean, dtype: cutlass.Constexpr, address: Int32, va
 
 @cute.jit
 def store_if(valid: Boolean, tensor: cute.Tensor, row: Int32, column: Int32, value: Any) -> None:
-    """tensor[row, column] = value where valid."""
+    """tensor[row, column] = value, in the tensor's dtype, where valid."""
     if valid:
-        tensor[row, column] = value
+        tensor[row, column] = value.to(tensor.element_type)

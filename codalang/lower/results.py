@@ -15,7 +15,7 @@ from codalang.ir.epilogue import Reduce, State
 from codalang.ir.types import Kind
 from codalang.lower import call
 from codalang.lower.call import Buffer, Finish, Given, Result
-from codalang.lower.dtypes import RESULT_DTYPES
+from codalang.lower.dtypes import DTYPE_NAMES, RESULT_DTYPES
 from codalang.lower.folded import Matrix, box
 from codalang.lower.shape import Shape
 from codalang.lower.spec import PLAIN, SLAB_ROWS, Folding, KernelSpec, folds, merge_spec
@@ -56,9 +56,9 @@ def results_of(
         else:
             found.append(Result((store.name,), (Buffer((shape.m, pitch), dtype, columns),), _whole, (dtype,)))
     for vector in shape.epilogue.vectors:
-        direct = vector.name in out and storage[vector.name] is torch.float32
-        given = vector.name if direct else None
-        buffer = Buffer((1, *(shape.of(vector) or (1,))), torch.float32, given=given)
+        dtype = storage[vector.name] if storage[vector.name] in DTYPE_NAMES else torch.float32
+        given = vector.name if vector.name in out and dtype is storage[vector.name] else None
+        buffer = Buffer((1, *(shape.of(vector) or (1,))), dtype, given=given)
         is_scalar = vector.type.kind is Kind.SCALAR
         found.append(Result((vector.name,), (buffer,), _only if is_scalar else _first, (storage[vector.name],)))
     tiles_m, tiles_n = -(-shape.m // tile[0]), -(-shape.n // tile[1])

@@ -110,6 +110,7 @@ class KernelSpec:
             global memory; see `sm90`.
         parts: the kernel is that of an auxiliary step: for each input how the parts that it comes in are merged (sum,
             max, min), empty where it is whole; None for the other kernels.
+        vector_dtypes: storage dtype of each row, col or scalar that is stored, in order; empty where all are f32.
     """
 
     epilogue: Epilogue
@@ -123,6 +124,7 @@ class KernelSpec:
     output_foldings: tuple[Folding, ...] = ()
     overlap: bool = False
     parts: tuple[str, ...] | None = None
+    vector_dtypes: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> tuple[tuple[Param, str], ...]:
@@ -133,6 +135,12 @@ class KernelSpec:
     def stores(self) -> tuple[tuple[Store, str], ...]:
         """Tile outputs with their storage dtypes."""
         return tuple(zip(self.epilogue.stores, self.output_dtypes, strict=True))
+
+    @property
+    def vectors(self) -> tuple[tuple[Store, str], ...]:
+        """The other stores with their storage dtypes."""
+        stored = self.epilogue.vectors
+        return tuple(zip(stored, self.vector_dtypes or ("f32",) * len(stored), strict=True))
 
 
 def foldings_fit(spec: KernelSpec, tile: tuple[int, int], cluster: tuple[int, int]) -> bool:

@@ -19,7 +19,7 @@ from codalang.ir.build import EpilogueBuilder
 from codalang.ir.dims import Dim
 from codalang.ir.epilogue import Epilogue, Reduce, Store
 from codalang.ir.program import Apply, Matmul, Product, Program, Statement, TensorType, Value, Vector
-from codalang.ir.types import Dtype, Kind, tile
+from codalang.ir.types import Dtype, Kind, row, tile
 from codalang.torch.execute import Job
 from codalang.torch.opaque import is_traced
 from codalang.torch.program_auxiliary import anonymous, is_elementwise, merged, rows_of
@@ -28,6 +28,9 @@ from codalang.torch.program_step import Finish, Known, Placed, Prepare, Setting,
 from codalang.torch.program_values import made_by, product_of, simplified
 from codalang.torch.program_views import operand, prepared
 from codalang.torch.signature import Extent, Signature, columns_of, output_dtype
+
+MOST_TOGETHER = 8  # reductions that one step merges: until then their parts take memory
+_MERGED_TO = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Planner:
@@ -64,10 +67,13 @@ class Planner:
         self._read = {name for statement in program.statements for name in statement.reads}
         self._readers = Counter(name for statement in program.statements for name in dict.fromkeys(statement.reads))
         self._group: list[Vector] = []
-        self._reductions: dict[str, tuple[int, Reduce]] = {}
+        self._reductions: dict[str, tuple[int, Reduce]] = {}  # that an auxiliary step may merge
+        self._results: dict[str, tuple[int, Reduce]] = {}  # that nothing reads
         for statement in program.statements:
             self._plan(statement)
         self._auxiliary()
+        while self._results:
+            self._merge_results()
 
     def steps(self) -> tuple[Step, ...]:
         """The steps, with what each leaves behind."""
@@ -184,12 +190,9 @@ class Planner:
             self._argument(p.name if p.name in self.values else Dim.of(p.name), p.type.kind) for p in expression.params
         ]
         for name in dict.fromkeys(inside):
-            step, reduction = self._reductions.pop(name, (None, None))
-            if step is not None and reduction is not None and name in parts:
-                before = self._steps[step]
-                assert before.job is not None
-                job = attrs.evolve(before.job, unmerged=(*before.job.unmerged, reduction.name))
-                self._steps[step] = attrs.evolve(before, job=job)
+            found = self._reductions.pop(name, None)
+            if found is not None and name in parts:
+                self._leave_in_parts(*found)
         length = self._extent(group[0].length)
         types = {s.result: made_by(s, {})[s.result] for s in group} | {n: self.values[n].type for n in stored}
         made = []
@@ -210,9 +213,45 @@ class Planner:
     def _note_reductions(self, epilogue: Epilogue, made: Sequence[Known]) -> None:
         """The reductions of the last step that its kernel may leave in parts."""
         for output, value in zip(epilogue.outputs, made, strict=True):
-            vector = output.type.kind in (Kind.COL, Kind.ROW)
-            if isinstance(output, Reduce) and vector and value.dtype is torch.float32:
-                self._reductions[self._name_of[value.slot]] = (len(self._steps) - 1, output)
+            if not isinstance(output, Reduce) or output.type.kind not in (Kind.COL, Kind.ROW):
+                continue
+            name, found = self._name_of[value.slot], (len(self._steps) - 1, output)
+            if name not in self._read and value.dtype in _MERGED_TO and self.setting.compute is torch.float32:
+                self._results[name] = found
+            elif value.dtype is torch.float32:
+                self._reductions[name] = found
+        if len(self._results) >= MOST_TOGETHER:
+            self._merge_results()
+
+    def _leave_in_parts(self, step: int, reduction: Reduce) -> None:
+        """What a step reduces is merged by another."""
+        before = self._steps[step]
+        assert before.job is not None
+        outputs = zip(before.job.epilogue.outputs, before.job.dtypes, strict=True)
+        dtypes = tuple(torch.float32 if output is reduction else dtype for output, dtype in outputs)
+        job = attrs.evolve(before.job, dtypes=dtypes, unmerged=(*before.job.unmerged, reduction.name))
+        self._steps[step] = attrs.evolve(before, job=job)
+
+    def _merge_results(self) -> None:
+        """Plan a step that merges, and casts, reductions which are results alone, gradients of rows above all: one for
+        those of a length that wait."""
+        length = self.values[next(iter(self._results))].shape
+        together = [name for name in self._results if self.values[name].shape == length][:MOST_TOGETHER]
+        found = [self._results.pop(name) for name in together]
+        parts = [self.values[name] for name in together]
+        dtypes = tuple(value.dtype or self.setting.compute for value in parts)
+        if dtypes == (torch.float32,):
+            return  # as well merged alone
+        builder = EpilogueBuilder("merged", ("M", "N"))
+        for index in range(len(parts)):
+            builder.store(f"y{index}", builder.param(f"x{index}", row()), row())
+        run = anonymous(builder.finish())
+        for place in found:
+            self._leave_in_parts(*place)
+        how = {param.name: reduction.how for param, (_, reduction) in zip(run.params, found, strict=True)}
+        job = Job(run, False, 1, length[0], self.setting.compute, dtypes, parts=how)
+        made = [self._define(n, v.type, v.shape, v.flat, v.dtype) for n, v in zip(together, parts, strict=True)]
+        self._add(job, [(value.slot, None) for value in parts], made)
 
     def _add(self, job: Job, arguments: Sequence[tuple[int, Prepare | None]], made: Sequence[Known]) -> None:
         slots = tuple(slot for slot, _ in arguments)
