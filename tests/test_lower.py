@@ -29,7 +29,7 @@ from codalang.ir.epilogue import Epilogue, Param, State
 from codalang.ir.ops import OPS
 from codalang.ir.simplify import simplify
 from codalang.ir.types import Dtype, Kind, tile
-from codalang.lower import load, plan
+from codalang.lower import blocks, load, plan
 from codalang.lower.body import HOST_OPS, Fold
 from codalang.lower.codegen import generate
 from codalang.lower.compile import Report, compile_object
@@ -44,6 +44,7 @@ STDLIB = [
 ]
 EXTENTS = (4, 8, 2)  # columns a multiple of 4, so that each width has whole pairs; two samples
 STRUCTURAL = {"even", "odd", "join"}
+REDUCTIONS = {torch.sum: "sum", torch.amax: "max", torch.amin: "min"}
 
 
 def spec_of(epilogue: Epilogue, operand: Operand | None, dtype: str = "bf16") -> KernelSpec:
@@ -98,7 +99,7 @@ def _emulated_device() -> types.SimpleNamespace:
         one_plus_erf=lambda x: tuple(1 + torch.erf(v) for v in x),
         one_plus_tanh=lambda x: tuple(1 + torch.tanh(v) for v in x),
         constant=_constant,
-        REDUCTIONS={"sum": torch.sum, "max": torch.amax, "min": torch.amin},
+        REDUCTIONS={how: function for function, how in REDUCTIONS.items()},
     )
 
 
@@ -142,6 +143,9 @@ def _folded(partial: Any, values: list[torch.Tensor]) -> list[torch.Tensor]:
         parts = [_folded(attrs.evolve(partial, kind="row"), [v[rows] for v in values]) for rows in _samples()]
         return [torch.stack(results) for results in zip(*parts, strict=True)]
     axes = {"col": (1,), "row": (0,), "scalar": (0, 1)}[partial.kind]
+    if partial.picks:
+        columns, neutral = torch.arange(values[0].shape[1]), blocks.NEUTRAL[REDUCTIONS[partial.fold]]
+        values = [torch.where(columns == values[1], values[0], neutral)]
     if not isinstance(partial.fold, Fold):
         return [partial.fold(values[0], axes)]
     elements = [v.movedim(axes[0], 0) if len(axes) == 1 else v.reshape(-1) for v in values]

@@ -13,6 +13,8 @@
 A NaN is the maximum and the minimum of whatever it meets, as in torch.  The derivative of `reduce m: col[M] = max(e)`,
 or of `online_max`, goes to an index that `argmax` finds; so `online_max` needs no `vjp`.  Welford's merge is that of
 Chan, Golub and LeVeque (1979).
+
+BLOCKWISE has the same states of many elements at once: a few plain reductions, each with the results of those before.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from codalang.ir.build import EpilogueBuilder, function_of
-from codalang.ir.states import Function, Named, StateDef
+from codalang.ir.states import Blockwise, Function, Named, Pass, StateDef
 from codalang.ir.types import Dtype, Kind, ValueType
 
 NO_INDEX = 2**31 - 1  # larger than every index: the identity of a least index
@@ -271,3 +273,77 @@ WELFORD = define(
 BUILTIN_STATES: dict[str, StateDef] = {
     d.name: d for d in (ONLINE_LOGSUMEXP, ONLINE_MAX, ONLINE_MIN, ARGMAX, ARGMIN, ARGMAX2, WELFORD)
 }
+
+
+# ---- of a block of elements at once ----------------------------------------------------------------------------------
+
+_LOG2_E = math.log2(math.e)
+
+
+def blockwise(
+    definition: StateDef,
+    *passes: tuple[str, Dtype, str, Callable[..., Scalar]],
+    carried: Callable[..., Sequence[Scalar]],
+) -> tuple[StateDef, Blockwise]:
+    """A state and its passes from Python functions of scalars, each (name, dtype, how, value)."""
+    made, results = [], Named(())
+    for name, dtype, how, value in passes:
+        of_element = function(definition.inputs + results, lambda *scalars, value=value: (value(*scalars),))
+        made.append(Pass(name, dtype, how, of_element))
+        results += ((name, dtype),)
+    return definition, Blockwise(tuple(made), function(results, carried))
+
+
+def _scaled(top: Scalar) -> Scalar:
+    """What is subtracted of x * log2(e), once for the block: one fused step is left for each element."""
+    return where(eq(apply("abs", top), math.inf), 0.0, top) * _LOG2_E
+
+
+def _at(x: Scalar, top: Scalar) -> Scalar:
+    """Is x the extremum?  Where that is NaN, every NaN is."""
+    return eq(x, top) | ne(x, x)
+
+
+def _squared(x: Scalar) -> Scalar:
+    return x * x
+
+
+def _mean(n: Scalar, total: Scalar) -> Scalar:
+    return total / apply("max", n, 1.0)
+
+
+BLOCKWISE: dict[StateDef, Blockwise] = dict(
+    (
+        blockwise(
+            ONLINE_LOGSUMEXP,
+            ("top", Dtype.F32, "max", lambda x: x),
+            ("total", Dtype.F32, "sum", lambda x, top: apply("exp2", x * _LOG2_E - _scaled(top))),
+            carried=lambda top, total: (top, total),
+        ),
+        blockwise(ONLINE_MAX, ("top", Dtype.F32, "max", lambda x: x), carried=lambda top: (top,)),
+        blockwise(ONLINE_MIN, ("low", Dtype.F32, "min", lambda x: x), carried=lambda low: (low,)),
+        *(
+            blockwise(
+                definition,
+                ("top", Dtype.F32, how, lambda x, i: x),
+                ("at", Dtype.I32, "min", lambda x, i, top: where(_at(x, top), i, NO_INDEX)),
+                carried=lambda top, at: (top, at),
+            )
+            for definition, how in ((ARGMAX, "max"), (ARGMIN, "min"))
+        ),
+        blockwise(
+            ARGMAX2,
+            ("top", Dtype.F32, "max", lambda x, i, j: x),
+            ("at", Dtype.I32, "min", lambda x, i, j, top: where(_at(x, top), i, NO_INDEX)),
+            ("beside", Dtype.I32, "min", lambda x, i, j, top, at: where(_at(x, top) & eq(i, at), j, NO_INDEX)),
+            carried=lambda top, at, beside: (top, at, beside),
+        ),
+        blockwise(
+            WELFORD,
+            ("n", Dtype.F32, "sum", lambda x: Scalar(x.builder, x.builder.const(1.0))),
+            ("total", Dtype.F32, "sum", lambda x, n: x),
+            ("m2", Dtype.F32, "sum", lambda x, n, total: _squared(x - _mean(n, total))),
+            carried=lambda n, total, m2: (n, _mean(n, total), m2),
+        ),
+    )
+)

@@ -33,6 +33,26 @@ class Function:
     results: tuple[int, ...]
 
 
+@attrs.frozen
+class Pass:
+    """A reduction over a block of elements: `how` (sum, max or min) of `value`, a function of (inputs..., results of
+    the passes before it)."""
+
+    name: str
+    dtype: Dtype
+    how: str
+    value: Function
+
+
+@attrs.frozen
+class Blockwise:
+    """What a state carries of a whole block of elements, where that takes less than an update by each: passes over the
+    block, then `carried`, a function of their results."""
+
+    passes: tuple[Pass, ...]
+    carried: Function
+
+
 @attrs.frozen(cache_hash=True)
 class StateDef:
     """A stateful transform.

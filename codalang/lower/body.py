@@ -63,6 +63,20 @@ class Vector:
 
 
 @attrs.frozen
+class Block:
+    """What a fold carries of many elements at once.
+
+    Attributes:
+        passes: (how, value) of reductions: value takes the elements of each input as a tuple of registers, and the
+            results of the passes before as 1-tuples.
+        carried: (*results of the passes) -> carried.
+    """
+
+    passes: tuple[tuple[str, Callable[..., tuple[Any, ...]]], ...]
+    carried: Callable[..., tuple[Any, ...]]
+
+
+@attrs.frozen
 class Fold:
     """How elements are folded into carried values: all functions take and give single registers as 1-tuples.
 
@@ -73,6 +87,7 @@ class Fold:
         merge: (*carried of one part, *carried of another) -> carried.
         finalize: (*carried) -> results.
         results: dtypes of the results.
+        block: of many elements at once; None where they are folded one by one.
     """
 
     initial: tuple[float | int, ...]
@@ -81,17 +96,24 @@ class Fold:
     merge: Callable[..., tuple[Any, ...]]
     finalize: Callable[..., tuple[Any, ...]]
     results: tuple[str, ...]
+    block: Block | None = None
 
 
 @attrs.frozen
 class Partial:
     """A reduction: its outputs' names, the kind of the result (col, row, rows, scalar), the domain's width, and the
-    fold."""
+    fold; picks: what is given is (x, r), and x is reduced in column r alone."""
 
     names: tuple[str, ...]
     kind: str
     width: Fraction
     fold: Fold
+    picks: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """A GEMM's epilogue folds it a block at a time; see `blocks`."""
+        return self.kind == "col" and (self.picks or self.fold.block is not None)
 
     @property
     def registers(self) -> int:

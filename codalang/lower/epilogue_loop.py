@@ -48,6 +48,7 @@ from codalang.lower.registers import (
     widened,
 )
 from codalang.lower.spec import SLAB_ROWS
+from codalang.lower.waiting import Waiting
 
 SAME_ROW = (1, 2)  # lane bits that differ within a row of the accumulator
 SAME_COLUMN = (4, 8, 16)  # lane bits that differ within a column
@@ -237,6 +238,7 @@ class EpilogueLoop:
                 self._request(step + config.load_stages, tile_m, tile_n)
             if self.stores:
                 self._send(step, tile_m, tile_n)
+            sums.end_block()
             sums.end_slab(subtile, block)
             if block == kernel.row_blocks - 1:
                 sums.end_subtile(subtile)
@@ -463,6 +465,10 @@ class TileSums:
         self.limit = loop.n - tile_n * self.kernel.tile_n - 2 * (loop.lane % 4)
         # col: one per row of the lane; row, rows: one per eight columns and register; scalar: one
         self.carried: list[dict[Any, tuple]] = [{} for _ in self.partials]
+        columns = loop.n - tile_n * self.kernel.tile_n
+        # a block that is all of the tile's columns is folded over the row's lanes, too
+        lanes = SAME_ROW if self.kernel.subtiles == 1 else ()
+        self.waiting = Waiting(self.partials, columns, self.kernel.tile_n, loop.lane % 4, tile_n, lanes)
 
     def add(self, index: int, values: tuple[Registers, ...], place: Place) -> None:
         """Fold one unit's values."""
@@ -471,6 +477,10 @@ class TileSums:
         columns = [broadcast(v, count * len(place.eights)) for v in values]
         for i, eight in enumerate(place.eights):
             first = place.subtile * self.loop.config.subtile + 8 * eight
+            if partial.waits:
+                elements = (column[i * count : (i + 1) * count] for column in columns)
+                self.waiting.add((index, (place.block, place.half)), first, zip(*elements, strict=True))
+                continue
             for register in range(count):
                 valid: Any = True
                 if partial.crosses_warps:  # reduced over m: what lies below the edge does not exist
@@ -509,6 +519,12 @@ class TileSums:
         for index, partial in enumerate(self.partials):
             if partial.kind == "row":
                 self._write_columns(index, subtile, functools.partial(self._leave, index))
+
+    def end_block(self) -> None:
+        """Fold what waits."""
+        for (index, key), part in self.waiting.folded().items():
+            before = self.carried[index].get(key)
+            self.carried[index][key] = part if before is None else merge(self.partials[index].fold, before, part)
 
     def end_slab(self, subtile: int, block: int) -> None:
         """Write this warp's partial rows of its 16 rows, all of one sample."""
@@ -582,7 +598,8 @@ class TileSums:
     def _write_col(self, index: int) -> None:
         for (block, half), carried in self.carried[index].items():
             row = self.rows[block][half]
-            total = fold_lanes(self.partials[index].fold, carried, SAME_ROW)
+            is_whole = self.partials[index].waits and self.waiting.lanes
+            total = carried if is_whole else fold_lanes(self.partials[index].fold, carried, SAME_ROW)
             for target, value in zip(self.targets[index], total, strict=True):
                 inside = (row < self.loop.m) & (self.tile_n < target.shape[0]) & (self.loop.lane % 4 == 0)
                 store_if(inside, target, self.tile_n, row, value)

@@ -4,15 +4,19 @@ Registers are f32 tuples; memory holds a storage dtype.  Addresses in shared mem
 can be computed by hand where it costs one instruction.
 """
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
-from cutlass._mlir.dialects import llvm
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm, scf
 from cutlass.cutlass_dsl import T
 
+from codalang.lower.blocks import NEUTRAL
 from codalang.lower.body import Fold
-from codalang.lower.device import Registers, choose, constant
+from codalang.lower.device import DEVICE_OPS, Registers, choose, constant
 
 CUTE_DTYPES = {
     "bf16": cutlass.BFloat16,
@@ -140,6 +144,53 @@ def fold(fold: Fold, carried: tuple, values: tuple, valid: Any) -> tuple:
     if valid is True:
         return updated
     return tuple(choose(valid, new, old) for new, old in zip(updated, carried, strict=True))
+
+
+CHAINS = 4  # of a reduction over registers: none waits for the one before it
+
+
+def reduced(how: str, values: Registers) -> Any:
+    """The sum, maximum or minimum of registers, at least one."""
+    step = DEVICE_OPS[{"sum": "add"}.get(how, how)]
+    chains = [functools.reduce(step, values[i::CHAINS]) for i in range(min(CHAINS, len(values)))]
+    return functools.reduce(step, chains)
+
+
+def fold_block(
+    fold: Fold, elements: tuple[Registers, ...], valid: Sequence[Any] | None, lanes: tuple[int, ...]
+) -> tuple:
+    """What is carried of a block of elements, of those that are valid (None: all); and of the lanes that differ in the
+    given bits, if any."""
+    assert fold.block is not None
+    results: list[Registers] = []
+    for how, value in fold.block.passes:
+        values = broadcast(value(*elements, *results)[0], len(elements[0]))
+        if valid is not None:
+            neutral = neutral_of(how, values[0])
+            values = tuple(choose(exists, v, neutral) for exists, v in zip(valid, values, strict=True))
+        total = reduced(how, values)
+        for lane in lanes:
+            total = reduced(how, (total, cute.arch.shuffle_sync_bfly(total, lane)))
+        results.append((total,))
+    return opaque(_plain(fold.block.carried(*results)))
+
+
+def neutral_of(how: str, like: Any) -> Any:
+    """What changes no sum, maximum or minimum, in the dtype of a register."""
+    whole = {"sum": 0, "max": _LEAST, "min": _MOST}
+    return Int32(whole[how]) if isinstance(like, Int32) else Float32(NEUTRAL[how])
+
+
+def branch(
+    condition: Boolean, dtypes: Sequence[str], then: Callable[[], tuple], otherwise: Callable[[], tuple]
+) -> tuple:
+    """The registers that one of two functions gives: a real branch, for what all lanes of a warp agree on."""
+    kinds = [CUTE_DTYPES[dtype] for dtype in dtypes]
+    made = scf.IfOp(Boolean(condition).ir_value(), [kind.mlir_type for kind in kinds], has_else=True)
+    for block, function in ((made.then_block, then), (made.else_block, otherwise)):
+        with ir.InsertionPoint(block):
+            scf.yield_([kind(value).ir_value() for kind, value in zip(kinds, function(), strict=True)])
+    return tuple(kind(result) for kind, result in zip(kinds, made.results, strict=True))
 
 
 def merge(fold: Fold, a: tuple, b: tuple) -> tuple:
