@@ -64,9 +64,9 @@ COUNTERS = """
 extern "C" __global__ void counters(long long* found) {
     unsigned multiprocessor;
     long long cycles, nanoseconds;
-    asm volatile("mov.u32 %0, %smid;" : "=r"(multiprocessor));
-    asm volatile("mov.u64 %0, %clock64;" : "=l"(cycles));
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(nanoseconds));
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(multiprocessor));
+    asm volatile("mov.u64 %0, %%clock64;" : "=l"(cycles));
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(nanoseconds));
     found[2 * multiprocessor] = cycles;
     found[2 * multiprocessor + 1] = nanoseconds;
 }
