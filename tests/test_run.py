@@ -528,3 +528,35 @@ def test_a_folded_buffer_must_be_dense(asked: list[KernelSpec]) -> None:
     for out in (c[:, :, :16].transpose(0, 1), c[:1].expand(2, 36, 24).transpose(0, 1), c.transpose(0, 1)[1:]):
         with pytest.raises(CodaCallError, match="the buffer for `c`"):
             run.gemm(ACCUMULATE, a, b, {"c": c.transpose(0, 1)}, dtypes={"c": torch.float32}, out={"c": out})
+
+
+READS_LITTLE = parse(
+    """
+epilogue little(acc: tile[M, N], r: row[N], s: row[B, N]) {
+    store y: tile[M, N] = r + 1
+    store z: tile[M, N] = 2
+    reduce n: row[B, N] = sum(cast(1, f32) + 0 * r)
+}
+"""
+).epilogues["little"]
+
+
+def test_what_a_kernel_does_not_load_decides_too(asked: list[KernelSpec]) -> None:
+    """Extents, samples and dtypes by inputs that the epilogue does not read: of this call, not of one before it."""
+    r = torch.randn(16)
+    for rows, samples, dtype in ((4, 2, torch.bfloat16), (8, 2, torch.bfloat16), (8, 4, torch.float16)):
+        inputs = {"acc": torch.zeros(rows, 16, dtype=dtype), "r": r, "s": torch.zeros(samples, 16)}
+        got = run.hosted(READS_LITTLE, inputs)
+        assert (got["y"].shape, got["y"].dtype, got["n"].shape) == ((rows, 16), dtype, (samples, 16))
+        on_gemm = run.gemm(READS_LITTLE, torch.zeros(8, 64).half(), torch.zeros(16, 64).half(), inputs)
+        assert on_gemm["n"].shape == (samples, 16)
+
+
+def test_where_an_epilogue_without_tensors_runs(asked: list[KernelSpec]) -> None:
+    """On the device that is named: there is no tensor to tell it, and none of a call before it does."""
+    constant = parse("epilogue constant(s: scalar) { store y: tile[M, N] = s + 1 }").epilogues["constant"]
+    twice = parse("epilogue twice(s: scalar) { store y: row[N] = 2 * s }").epilogues["twice"]
+    for device in ("cpu", "meta"):
+        where = torch.device(device)
+        assert run.hosted(constant, {"s": 1.0}, extents=(4, 8), device=where)["y"].device == where
+        assert run.vector(twice, {"s": 1.0}, 8, device=where)["y"].device == where

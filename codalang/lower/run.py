@@ -9,7 +9,7 @@ same.  All that is decided once for each signature (`decide`), and remembered (`
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import torch
@@ -26,7 +26,7 @@ from codalang.lower.given import check_buffers
 from codalang.lower.load import function
 from codalang.lower.prepare import check_operands
 from codalang.lower.shape import Shape, hosted_extents, samples_of
-from codalang.lower.spec import Config, KernelSpec, loaded_params
+from codalang.lower.spec import Config, KernelSpec, base_width, loaded_params
 
 overlap = False  # kernels start while the one before them in the stream ends; see `sm90`
 
@@ -70,6 +70,7 @@ def gemm(
     """
     a, a_dims = (a.tensor, a.row_dims) if isinstance(a, Matrix) else (a, -1)
     b, b_dims = (b.tensor, b.row_dims) if isinstance(b, Matrix) else (b, -1)
+    samples = samples_of(epilogue, inputs, samples)
     values = [inputs.get(name) for name in _loaded_names(epilogue, True)]
     outputs = (*(dtypes or {}).items(), *(forms(out) if out else ()))
     key = (
@@ -93,14 +94,7 @@ def gemm(
             Matrix(b, b.ndim - 1 if b_dims < 0 else b_dims),
         )
         check_operands(*operands)
-        shape = Shape(
-            epilogue,
-            operands[0].shape[0],
-            operands[1].shape[0],
-            a.device,
-            samples_of(epilogue, inputs, samples),
-            unmerged,
-        )
+        shape = Shape(epilogue, operands[0].shape[0], operands[1].shape[0], a.device, samples, unmerged)
         if shape.m == 0 or shape.n == 0:
             accumulator = {epilogue.params[0].name: a.new_zeros(shape.m, shape.n)}
             return _of_nothing(shape, {**inputs, **accumulator}, a.dtype, dtypes or {}, out or {})
@@ -119,6 +113,7 @@ def hosted(
     out: Mapping[str, torch.Tensor] | None = None,
     default_dtype: torch.dtype | None = None,
     unmerged: tuple[str, ...] = (),
+    device: torch.device | None = None,
 ) -> dict[str, torch.Tensor]:
     """The epilogue on plain tensors, the accumulator among `inputs`; no matmul.
 
@@ -128,20 +123,24 @@ def hosted(
         dtypes, out: storage dtypes of outputs, and buffers for some, as for `gemm`.
         default_dtype: storage dtype of tile outputs without annotation; default: the accumulator tensor's.
         unmerged: as for `gemm`.
+        device: where it runs if no input is a tensor; default: the current one.
 
     Raises CodaCallError for shapes that do not fit.
     """
     values = [inputs.get(name) for name in _loaded_names(epilogue, False)]
     outputs = (*(dtypes or {}).items(), *(forms(out) if out else ()))
-    key = (epilogue, extents, default_dtype, unmerged, function, overlap, *map(form, values), *outputs)
+    rows, columns, *given = extents or hosted_extents(epilogue, inputs)
+    samples = samples_of(epilogue, inputs, *given)
+    tensors = [v for v in inputs.values() if isinstance(v, torch.Tensor)]
+    device = _device(tensors, device)
+    default = default_dtype or next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+    # what no kernel loads says something, too
+    decided = (rows, columns, samples, device, default)
+    key = (epilogue, *decided, unmerged, function, overlap, *map(form, values), *outputs)
     call = CALLS.get(key)
     if call is None:
-        m, n, device = hosted_extents(epilogue, inputs, extents)
-        tensors = [v for v in inputs.values() if isinstance(v, torch.Tensor) and v.is_floating_point()]
-        default = default_dtype or next((t.dtype for t in tensors), torch.float32)
-        given = extents[2] if extents is not None and len(extents) > 2 else None
-        shape = Shape(epilogue, m, n, device, samples_of(epilogue, inputs, given), unmerged)
-        if m == 0 or n == 0:
+        shape = Shape(epilogue, rows, int(columns * base_width(epilogue)), device, samples, unmerged)
+        if shape.m == 0 or shape.n == 0:
             return _of_nothing(shape, inputs, default, dtypes or {}, out or {})
         storage = storage_dtypes(epilogue, default, dtypes or {})
         call = remember(key, hosted_call(shape, values, storage, out or {}, _compiled))
@@ -155,6 +154,7 @@ def vector(
     *,
     parts: Mapping[str, str] | None = None,
     dtypes: Mapping[str, torch.dtype] | None = None,
+    device: torch.device | None = None,
 ) -> dict[str, torch.Tensor]:
     """An elementwise expression of vectors and scalars, merging what reductions left of some of them.
 
@@ -163,13 +163,16 @@ def vector(
         inputs: its parameters by name: rows [length], or [parts, length] in f32; scalars.
         parts: how an input's parts are merged: sum, max or min; others are whole.
         dtypes: storage dtypes of outputs; default: f32.
+        device: as for `hosted`.
 
     Raises CodaCallError for shapes that do not fit.
     """
     values = [inputs.get(name) for name in _loaded_names(expression, False)]
+    device = _device([v for v in inputs.values() if isinstance(v, torch.Tensor)], device)
     key = (
         expression,
         length,
+        device,
         "vector",
         function,
         overlap,
@@ -179,7 +182,6 @@ def vector(
     )
     call = CALLS.get(key)
     if call is None:
-        device = next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cuda"))
         shape = Shape(expression, 1, length, device, 0)
         if length == 0:
             whole = {n: v[0] if isinstance(v, torch.Tensor) and v.ndim > 1 else v for n, v in inputs.items()}
@@ -187,6 +189,13 @@ def vector(
         storage = storage_dtypes(expression, torch.float32, dtypes or {})
         call = remember(key, vector_call(shape, values, parts or {}, storage, _compiled))
     return call.run(tuple(values), {})
+
+
+def _device(tensors: Sequence[torch.Tensor], otherwise: torch.device | None) -> torch.device:
+    """Where a call runs."""
+    if tensors:
+        return tensors[0].device
+    return otherwise or torch.device("cuda", torch.cuda.current_device())
 
 
 def _compiled(spec: KernelSpec) -> Callable[..., None]:

@@ -66,7 +66,7 @@ class Shape:
         return tensor.ndim >= 2 and (math.prod(shape[:-1]), shape[-1]) == self.of(item)
 
 
-def samples_of(epilogue: Epilogue, inputs: Mapping[str, torch.Tensor | float], given: int | None) -> int:
+def samples_of(epilogue: Epilogue, inputs: Mapping[str, torch.Tensor | float], given: int | None = None) -> int:
     """The number of samples, 0 where there are none.  Raises CodaCallError where nothing determines it."""
     if not epilogue.has_samples:
         return 0
@@ -83,14 +83,8 @@ def samples_of(epilogue: Epilogue, inputs: Mapping[str, torch.Tensor | float], g
     return given
 
 
-def hosted_extents(
-    epilogue: Epilogue, inputs: Mapping[str, torch.Tensor | float], extents: tuple[int, ...] | None
-) -> tuple[int, int, torch.device]:
-    """(rows, columns of the accumulator's width, device)."""
-    base = base_width(epilogue)
-    device = next((v.device for v in inputs.values() if isinstance(v, torch.Tensor)), torch.device("cuda"))
-    if extents is not None:
-        return extents[0], int(extents[1] * base), device
+def hosted_extents(epilogue: Epilogue, inputs: Mapping[str, torch.Tensor | float]) -> tuple[int, Fraction]:
+    """(M, N) by its inputs, with N of width 1.  Raises CodaCallError where they do not determine them."""
     m = n = None
     for param in epilogue.params:
         value = inputs.get(param.name)
@@ -98,11 +92,11 @@ def hosted_extents(
             if param.type.kind.per_row and value.ndim:
                 m = value.shape[0] if m is None else m
             if param.type.width is not None and value.ndim:
-                n = int(value.shape[-1] * base / param.type.width) if n is None else n
+                n = value.shape[-1] / param.type.width if n is None else n
     if m is None or n is None:
         raise CodaCallError(
             f"the inputs of `{epilogue.name}` do not determine its {'rows' if m is None else 'columns'}",
             argument="extents",
             hint="pass extents=(M, N)",
         )
-    return m, n, device
+    return m, n
