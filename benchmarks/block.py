@@ -8,6 +8,7 @@
 | codalang       | `llama_block_fused` of examples/llama_block.coda                                             |
 | torch.compile  | the block in PyTorch, compiled                                                               |
 | torch eager    | the same                                                                                     |
+| CODA           | CODA's public block, where it can be imported; tuned as `codalang.bench.rivals` says         |
 
 How it is measured: `codalang.bench.timing`.  The fractions are of the speed of the GEMMs alone, in one run; memory is
 the peak above the inputs, weights and cotangents.  `--steps` times every kernel of the program alone, those on a GEMM
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import sys
@@ -37,6 +39,7 @@ import torch.nn.functional as F  # noqa: E402, N812
 from torch import Tensor  # noqa: E402
 
 import codalang  # noqa: E402
+from codalang.bench import rivals  # noqa: E402
 from codalang.bench.report import aligned  # noqa: E402
 from codalang.bench.timing import Timing, interleaved  # noqa: E402
 from codalang.lower import ahead  # noqa: E402
@@ -45,6 +48,7 @@ from codalang.torch import execute, program_plan, program_step  # noqa: E402
 
 Row = dict[str, object]
 Call = Callable[[], object]
+Forward = Callable[[], "tuple[Tensor, Tensor]"]
 
 TOKENS = 8192
 HEAD = 128
@@ -192,6 +196,24 @@ def with_torch(block: Block, function: Callable[..., tuple[Tensor, Tensor]]) -> 
     return function(b.y, b.x, b.w_o, b.g_mlp, b.w_gate_up, b.w_down, b.g_attention, b.w_qkv, *b.tables)
 
 
+def with_coda(block: Block) -> tuple[Block, Forward]:
+    """The block with `w_gate_up` as CODA has it, [F, 2, D], and a cotangent of its own; and CODA's forward of it.
+
+    Raises Skipped where it cannot be imported.
+    """
+    function = rivals.imported("coda.kernels.blocks.llama3", "CODA").block
+    gate_up = block.w_gate_up.detach().transpose(0, 1).contiguous().requires_grad_()
+    b = attrs.evolve(block, w_gate_up=gate_up, d_x2=block.d_x2.clone())
+    positions, frequencies = b.positions.int(), rivals.coda_frequencies(b.frequency)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        weights = (b.w_o, b.w_gate_up.flatten(0, 1), b.w_down, b.w_qkv, b.g_mlp, b.g_attention)
+        x2, qkv = function(b.x[None], b.y[None], *weights, positions, frequencies, EPS)
+        return x2.flatten(0, 1), qkv.flatten(0, 1)
+
+    return b, forward
+
+
 def gemms_alone(block: Block, backward: bool) -> Call:
     """The matmuls by cuBLAS: inputs [T, K] and weights [N, K]; with the backward also dA = dC W and dW = dC^T A."""
     size = block.size
@@ -218,7 +240,7 @@ def gemms_alone(block: Block, backward: bool) -> Call:
 
 def implementations(block: Block, backward: bool, compiled: bool) -> dict[str, Call]:
     """The calls to compare."""
-    forwards: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {"codalang": lambda: ours(block)}
+    forwards: dict[str, Forward] = {"codalang": lambda: ours(block)}
     if compiled:
         function = torch.compile(in_torch, fullgraph=True, dynamic=False)
         forwards["torch.compile"] = lambda: with_torch(block, function)
@@ -226,11 +248,40 @@ def implementations(block: Block, backward: bool, compiled: bool) -> dict[str, C
     calls: dict[str, Call] = {"GEMMs alone": gemms_alone(block, backward)}
     for name, forward in forwards.items():
         calls[name] = _both(block, forward) if backward else torch.no_grad()(forward)
-    return calls
+    return calls | coda_call(block, backward)
 
 
-def _both(block: Block, forward: Callable[[], tuple[Tensor, Tensor]]) -> Call:
+def _both(block: Block, forward: Forward) -> Call:
     return lambda: torch.autograd.grad(forward(), block.wanted, (block.d_x2, block.d_qkv))
+
+
+def everything(block: Block, forward: Forward, backward: bool = True) -> list[Tensor]:
+    """The results, and the gradients of what has them."""
+    with torch.set_grad_enabled(backward):
+        results = forward()
+    if not backward:
+        return [*results]
+    return [*results, *torch.autograd.grad(results, block.wanted, (block.d_x2, block.d_qkv))]
+
+
+COTANGENTS = 8  # CODA's backward adds into the one that it is given: a few take turns, so that none grows without end
+
+
+def coda_call(block: Block, backward: bool) -> dict[str, Call]:
+    """CODA's call, tuned and compared with PyTorch's results; nothing, and a word, where it does not run."""
+    try:
+        each = [with_coda(block) for _ in range(COTANGENTS if backward else 1)]
+        found = everything(*each[0], backward)
+    except Exception as failure:  # another project's, or it is not there
+        print(f"CODA is left out: {failure}".splitlines()[0], flush=True)
+        return {}
+    wanted = everything(block, lambda: with_torch(block, in_torch), backward)
+    pairs = [
+        (one if one.shape == two.shape else one.transpose(0, 1), two) for one, two in zip(found, wanted, strict=True)
+    ]
+    print(f"CODA differs from PyTorch by {max(itertools.starmap(relative_error, pairs)):.4f} at most", flush=True)
+    calls = itertools.cycle([_both(*own) for own in each])
+    return {"CODA": (lambda: next(calls)()) if backward else torch.no_grad()(each[0][1])}
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -327,8 +378,8 @@ def _step_row(name: str, number: int, job: execute.Job, timings: dict[str, Timin
 
 def relative_error(got: Tensor, want: Tensor) -> float:
     """By norms."""
-    norm_of_want = float(want.double().norm())
-    return float((got.double() - want.double()).norm()) / norm_of_want if norm_of_want else math.inf
+    norm_of_want = float(want.detach().double().norm())
+    return float((got.detach().double() - want.detach().double()).norm()) / norm_of_want if norm_of_want else math.inf
 
 
 CHECKED_TOKENS = 1024
@@ -337,10 +388,7 @@ CHECKED_TOKENS = 1024
 def check(name: str, tokens: int = CHECKED_TOKENS) -> None:
     """End where the program and PyTorch's block differ by more than rounding."""
     block = make(SIZES[name], tokens=tokens)
-    found = []
-    for forward in (lambda: ours(block), lambda: with_torch(block, in_torch)):
-        results = forward()
-        found.append([*results, *torch.autograd.grad(results, block.wanted, (block.d_x2, block.d_qkv))])
+    found = [everything(block, forward) for forward in (lambda: ours(block), lambda: with_torch(block, in_torch))]
     for index, (one, two) in enumerate(zip(*found, strict=True)):
         if (error := relative_error(one, two)) > 0.03:
             sys.exit(f"result {index} of codalang differs from PyTorch's by {error:.3f}")

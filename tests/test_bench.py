@@ -24,6 +24,9 @@ from codalang.bench.timing import Call, Timing
 from codalang.bench.workloads import PATTERNS, Width, Workload, make_operands
 from codalang.cli import main
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import block as block_script  # noqa: E402
+
 TINY = Width("tiny", 64, 96, 4, 2, 16, vocabulary=200)
 BF16_ROUNDING = 2.0**-7  # relative, in norm; one rounding gives 2**-9.2
 
@@ -724,3 +727,45 @@ def test_the_recomputed_output_is_the_forward_s() -> None:
     assert [o.name for o in backward.outputs] == ["d_acc", "d_r", "y"]
     assert backward.outputs[:2] == plain_backward.outputs
     assert len(backward.nodes) == len(plain_backward.nodes) + 1  # one product more: the rest is shared
+
+
+# ---- a block beside CODA's -------------------------------------------------------------------------------------------
+
+
+def fake_coda_block() -> types.SimpleNamespace:
+    def norm(x, weight, eps):
+        return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps).to(x.dtype) * weight
+
+    def block(x0, y0, w0, w1, w2, w3, wn0, wn1, positions, frequencies, eps):
+        (batch, length, d), (columns, _) = x0.shape, w3.shape
+        assert (w1.shape[1], wn0.dtype, positions.dtype) == (d, x0.dtype, torch.int32)
+        assert (positions.shape, frequencies.shape) == ((batch * length,), (columns,))
+        x1 = x0 + y0 @ w0.t()
+        x2 = x1 + swiglu(norm(x1, wn0, eps) @ w1.t()) @ w2.t()
+        z = norm(x2, wn1, eps) @ w3.t()
+        angle = 2 * math.pi * positions[:, None] * frequencies.double().view(-1, 2).sum(-1)
+        first, second = z.unflatten(-1, (-1, 2)).unbind(-1)
+        turned = first * angle.cos() + second * angle.sin(), second * angle.cos() - first * angle.sin()
+        return x2, torch.stack(turned, -1).flatten(-2).to(x0.dtype)
+
+    return types.SimpleNamespace(block=block)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_block_calls_codas_as_it_says(
+    backward: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(monkeypatch, ("coda.kernels.blocks.llama3", fake_coda_block))
+    block = block_script.make(block_script.Size(64, 96, 64, 32), device="cpu", tokens=24)
+    (call,) = block_script.coda_call(block, backward).values()
+    assert len(call()) == (8 if backward else 2)
+    said = capsys.readouterr().out
+    assert float(said.split()[5]) < 2 * BF16_ROUNDING, said
+
+
+def test_the_block_does_without_coda(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "coda", None)
+    assert (
+        block_script.coda_call(block_script.make(block_script.Size(64, 96, 64, 32), device="cpu", tokens=8), True) == {}
+    )
+    assert "CODA is left out: CODA cannot be imported" in capsys.readouterr().out

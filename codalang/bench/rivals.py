@@ -32,7 +32,7 @@ from codalang.bench import plain
 from codalang.bench.implementations import Results, Skipped, Way
 from codalang.bench.workloads import Operands, Workload
 
-TUNING_SECONDS = 15.0  # of one call: several tuned functions share them
+TUNING_SECONDS = 10.0  # of one call: several tuned functions share them
 TIMED_CALLS = 20  # of each configuration; the library's own number is 200
 
 Inputs = dict[str, Tensor]
