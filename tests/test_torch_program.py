@@ -383,6 +383,33 @@ def test_random_programs_on_kernels(program: Program, seed: int) -> None:
         assert not one.is_floating_point() or not one.isnan().any() or two.isnan().any()
 
 
+NOTHING_READ = """
+epilogue two(acc: tile[M, N]: i32) {
+    store unused: tile[M, N] = float(acc)
+    store y: tile[M, N] = 2
+}
+program length(x: [P, Q], i: [P, Q]: i32) {
+    z = sqrt(P) * 1.0
+    return z
+}
+program constant(x: [P, Q], i: [P, Q]: i32) {
+    (_, y) = two(acc = i)
+    return y
+}
+"""
+
+
+@pytest.mark.parametrize("name", ["length", "constant"])
+def test_what_reads_no_tensor_is_where_the_arguments_are(name):
+    function = codalang.load(NOTHING_READ)[name]
+    x, i = torch.ones(4, 8), torch.ones(4, 8, dtype=torch.int32)
+    assert function(x.to("meta"), i.to("meta")).is_meta
+    with on_kernels():
+        found = function(x.bfloat16(), i)
+    wanted = 2.0 if name == "length" else torch.full((4, 8), 2.0)
+    assert torch.equal(found.float(), torch.as_tensor(wanted))
+
+
 # ---- cotangents ------------------------------------------------------------------------------------------------------
 
 CASES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -58,6 +58,7 @@ class Job:
         unmerged: reductions that kernels give in parts, [parts, length]; the reference merges them.
         parts: of an auxiliary step, an elementwise expression: how inputs that come in parts are merged, by name; they
             may be whole, too.  None for other jobs.
+        device: where it runs if no value is a tensor.
         fresh: for each output whether the reference makes a new tensor for it.
     """
 
@@ -70,6 +71,7 @@ class Job:
     samples: Extent = 0
     unmerged: tuple[str, ...] = ()
     parts: Mapping[str, str] | None = None
+    device: torch.device = torch.device("cpu")
     fresh: tuple[bool, ...] = attrs.field(init=False)
 
     @fresh.default
@@ -129,7 +131,7 @@ def execute(job: Job, values: Sequence[Value | Matrix], out: Mapping[str, Tensor
 
     `out` holds buffers for some of the outputs, as `lower.run` takes them; operands may be folded.
     """
-    device = device_of(values)
+    device = device_of(values, job.device)
     if not is_autocast_on(device):
         return _execute(job, values, out, device)
     # What is computed in which dtype is decided above: autocast must not change it underneath.
@@ -199,14 +201,14 @@ def is_autocast_on(device: torch.device) -> bool:
     return torch._C._is_any_autocast_enabled() and device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
-def device_of(values: Sequence[Value | Matrix]) -> torch.device:
-    """Where it runs: the arguments agree about it."""
+def device_of(values: Sequence[Value | Matrix], otherwise: torch.device) -> torch.device:
+    """Where it runs: the arguments agree about it, where one is a tensor."""
     for value in values:
         if isinstance(value, Matrix):
             return value.tensor.device
         if isinstance(value, Tensor):
             return value.device
-    return torch.device("cpu")
+    return otherwise
 
 
 @functools.cache
@@ -238,10 +240,11 @@ def _run_kernel(job: Job, values: Sequence[Value | Matrix], out: Mapping[str, Te
         outputs = run.gemm(job.epilogue, a, b, inputs, samples=samples, **asked)
     elif job.parts is not None:
         inputs = {p.name: v for p, v in zip(params, values, strict=True)}
-        outputs = run.vector(job.epilogue, inputs, job.columns, parts=job.parts, dtypes=dtypes)
+        outputs = run.vector(job.epilogue, inputs, job.columns, parts=job.parts, dtypes=dtypes, device=job.device)
     else:
         inputs = {p.name: v for p, v in zip(params, values, strict=True)}
-        outputs = run.hosted(job.epilogue, inputs, extents=job.extents, dtypes=dtypes, out=out, unmerged=job.unmerged)
+        hosted: Any = {"extents": job.extents, "device": job.device, "unmerged": job.unmerged}
+        outputs = run.hosted(job.epilogue, inputs, dtypes=dtypes, out=out, **hosted)
     return [outputs[o.name] for o in job.epilogue.outputs]
 
 

@@ -263,6 +263,7 @@ class Planner:
                 assert place.shape is not None and value.dtype is not None
                 placed.append(Placed(output.name, place.shape, value.order, value.dtype, self.setting.device))
         results = tuple(value.slot for value in made)
+        job = attrs.evolve(job, device=self.setting.device)
         self._steps.append(Step(job, slots, prepare, results, placed=tuple(placed)))
 
     def _order_of(self, name: str, type_: TensorType, dtype: torch.dtype | None) -> tuple[int, ...] | None:
