@@ -7,6 +7,7 @@ import io
 import pickle
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import oracles
@@ -826,6 +827,41 @@ def test_transforms_are_refused_clearly(m):
         torch.func.grad(lambda a: m.plain(a, w).sum())(a)
     with pytest.raises(CodaUnsupportedError, match="forward-mode"), torch.autograd.forward_ad.dual_level():
         m.plain(torch.autograd.forward_ad.make_dual(a, a), w)
+    with pytest.raises(CodaUnsupportedError, match=r"torch\.jit"):
+        torch.jit.trace(lambda a: m.plain(a, w), (a,))
+
+
+def test_batches_of_gradients_are_refused_clearly(m):
+    a, w = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4)
+    y = m.plain(a, w)
+    sent = torch.randn(2, *y.shape)
+    with pytest.raises(CodaUnsupportedError, match="in a batch"):
+        torch.autograd.grad(y, a, sent, is_grads_batched=True, retain_graph=True)
+    with pytest.raises(CodaUnsupportedError, match="in a batch"):
+        torch.vmap(lambda c: torch.autograd.grad(y, a, c, retain_graph=True)[0])(sent)
+    with pytest.raises(CodaUnsupportedError, match="in a batch"):
+        torch.autograd.functional.jacobian(lambda a: m.plain(a, w), a, vectorize=True)
+    jacobian = torch.autograd.functional.jacobian(lambda a: m.plain(a, w), a)
+    one_by_one = [torch.autograd.grad(y, a, c, retain_graph=True)[0] for c in torch.eye(y.numel()).view(-1, *y.shape)]
+    assert torch.equal(jacobian.view(-1, *a.shape), torch.stack(one_by_one))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_numbers_of_any_type(is_compiled):
+    """What Python calls a real number is one; what is none is told, compiled or not."""
+    f = codalang.load("epilogue f(acc: tile[M, N], s: scalar) { store y: tile[M, N] = acc * s }").f
+    a, w = torch.randn(3, 4), torch.randn(6, 4)
+
+    def run(s, a=a):
+        torch._dynamo.reset()
+        function = torch.compile(f, backend="eager") if is_compiled else f
+        return function(a, w, s)
+
+    for number in (Fraction(1, 4), 0.25, 3):
+        assert torch.equal(run(number), f(a, w, float(number)))
+    for s, other in (("1", a), (None, a), ([1.0], a), (1.0, [1.0])):
+        with pytest.raises(CodaCallError, match=r"`(s|a)` of `f` must be"):
+            run(s, other)
 
 
 def test_copies_and_pickles(m):

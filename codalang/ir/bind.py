@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Collection, Mapping
 from fractions import Fraction
+from typing import Any
 
 import attrs
 import torch
@@ -91,11 +93,11 @@ def _as_tensor(epilogue: Epilogue, param: Param, value: Tensor | float, device: 
     """A tensor with as many axes as the parameter's kind has.  A number will do for a scalar, and is made on `device`:
     the caller's default device may be another."""
     wanted = param.type.show(epilogue.dims)
-    numbers = _NUMBERS[param.type.dtype]
+    held = _NUMBERS[param.type.dtype]
     if not isinstance(value, Tensor):
-        if param.type.kind is Kind.SCALAR and isinstance(value, numbers.python) and not numbers.refuses(value):
+        if param.type.kind is Kind.SCALAR and isinstance(value, held.sort) and not held.refuses(value):
             try:
-                return torch.tensor(value, dtype=numbers.exact, device=device)
+                return torch.tensor(held.python(value), dtype=held.exact, device=device)
             except (OverflowError, RuntimeError, ValueError):  # which one depends on the dtype and on torch's version
                 got = f"an {type(value).__name__} that is too large"
         else:
@@ -112,9 +114,9 @@ def _as_tensor(epilogue: Epilogue, param: Param, value: Tensor | float, device: 
             param.loc,
             argument=param.name,
         )
-    if not numbers.accepts(value.dtype):
+    if not held.accepts(value.dtype):
         raise CodaCallError(
-            f"`{param.name}` of `{epilogue.name}` must have {numbers.described}, got {value.dtype}",
+            f"`{param.name}` of `{epilogue.name}` must have {held.described}, got {value.dtype}",
             param.loc,
             argument=param.name,
         )
@@ -123,22 +125,26 @@ def _as_tensor(epilogue: Epilogue, param: Param, value: Tensor | float, device: 
 
 @attrs.frozen
 class _Numbers:
-    """What may be passed for a parameter of a register dtype: tensors of some dtypes, or a Python number."""
+    """What may be passed for a parameter of a register dtype: tensors of some dtypes, or a number of some sort, which
+    `python` makes Python's own."""
 
     described: str
     accepts: Callable[[torch.dtype], bool]
-    python: tuple[type, ...]
+    sort: type
+    python: Callable[[Any], float]
     exact: torch.dtype
 
     def refuses(self, value: object) -> bool:
         """A truth value is a number to Python only."""
-        return isinstance(value, bool) and bool not in self.python
+        return isinstance(value, bool) and self.sort is numbers.Integral
 
 
 _NUMBERS = {
-    Dtype.F32: _Numbers("a floating dtype", lambda d: d.is_floating_point, (int, float, bool), torch.float64),
-    Dtype.I32: _Numbers("dtype int32 or int64", lambda d: d in (torch.int32, torch.int64), (int,), torch.int64),
-    Dtype.BOOL: _Numbers("dtype bool", lambda d: d is torch.bool, (bool,), torch.bool),
+    Dtype.F32: _Numbers("a floating dtype", lambda d: d.is_floating_point, numbers.Real, float, torch.float64),
+    Dtype.I32: _Numbers(
+        "dtype int32 or int64", lambda d: d in (torch.int32, torch.int64), numbers.Integral, int, torch.int64
+    ),
+    Dtype.BOOL: _Numbers("dtype bool", lambda d: d is torch.bool, bool, bool, torch.bool),
 }
 
 

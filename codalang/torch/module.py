@@ -37,7 +37,18 @@ from codalang.torch.program import ProgramFunction
 from codalang.torch.program_autograd import ProgramOperator, Shaped, invoke
 from codalang.torch.program_step import Setting, Wanted
 from codalang.torch.results import packer
-from codalang.torch.signature import Binding, Extent, Signature, Value, bind, check, extents_of, key, output_dtype
+from codalang.torch.signature import (
+    Binding,
+    Extent,
+    Signature,
+    Value,
+    bind,
+    check,
+    check_values,
+    extents_of,
+    key,
+    output_dtype,
+)
 from codalang.torch.single import single
 from codalang.torch.transforms import refuse_transforms
 
@@ -131,6 +142,7 @@ class Hosting:
 
     def _call_traced(self, values: list[Any], extents: tuple[int, ...] | None) -> Sequence[Tensor]:
         """What torch.compile records: one call of a composite operator, which is checked when its shapes are known."""
+        check_values(self.signature, values, numbers_only=True)
         like = next((v for v in values if isinstance(v, Tensor) and v.dim() > 0), None)
         dtype = torch.float64 if like is not None and like.dtype is torch.float64 else torch.float32
         device = None if like is None else like.device

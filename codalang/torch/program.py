@@ -24,7 +24,7 @@ from codalang.ir.program import Program
 from codalang.torch import opaque
 from codalang.torch.execute import is_autocast_on
 from codalang.torch.program_autograd import ProgramOperator, Shaped, invoke
-from codalang.torch.program_call import Binding, bind, check, show
+from codalang.torch.program_call import Binding, bind, check, check_value, show
 from codalang.torch.program_opaque import call, program_of, text_of
 from codalang.torch.program_step import Setting, Wanted
 from codalang.torch.results import packer
@@ -97,6 +97,9 @@ class ProgramFunction:
         return binding, Shaped(self._operator, setting, wanted)
 
     def _call_traced(self, values: list[Any]) -> Sequence[Tensor]:
+        for param, value in zip(self.program.params, values, strict=True):
+            if not isinstance(value, Tensor):  # tensors are checked when their shapes are known
+                check_value(self.program, param, value)
         return call(self._text, self._as_tensors(values, range(len(values))))
 
     def _as_tensors(self, values: Sequence[Any], which: Collection[int]) -> list[Any]:

@@ -41,6 +41,7 @@ from codalang.torch.program_plan import Plan
 from codalang.torch.program_step import Finish, Setting, Wanted
 from codalang.torch.program_values import types_of
 from codalang.torch.signature import Value
+from codalang.torch.transforms import refuse_batches
 
 Flags = tuple[bool, ...]
 Names = frozenset[str]
@@ -443,6 +444,7 @@ class _Call(torch.autograd.Function):
         present = tuple([c is not None for c in cotangents])
         if True not in present:
             return (None,) * (1 + len(needs))
+        refuse_batches(cotangents)
         if torch.is_grad_enabled():
             return (None, *_differentiable_backward(ctx, tape, needs, cotangents, present))
         step = tape.step(needs, present)

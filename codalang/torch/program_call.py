@@ -109,7 +109,7 @@ def check(program: Program, values: Sequence[object]) -> Binding:
     Raises CodaCallError that names the argument, what was expected, and the argument that decided it.
     """
     for param, value in zip(program.params, values, strict=True):
-        _check_value(program, param, value)
+        check_value(program, param, value)
     device = common_device(program.name, ((p.name, v, p.loc) for p, v in zip(program.params, values, strict=True)))
     shapes = tuple(tuple(v.shape) if isinstance(v, Tensor) else () for v in values)
     batch = _batch(program, shapes)
@@ -130,7 +130,7 @@ def check(program: Program, values: Sequence[object]) -> Binding:
     )
 
 
-def _check_value(program: Program, param: ProgramParam, value: object) -> None:
+def check_value(program: Program, param: ProgramParam, value: object) -> None:
     """A strided tensor of a dtype that fits the declaration, or a number for a scalar."""
     where = f"`{param.name}` of `{program.name}`"
     elements = ELEMENTS[param.type.dtype]
@@ -303,4 +303,4 @@ def _dropped(monomial: tuple[str, ...], name: str) -> tuple[str, ...]:
     return monomial[:position] + monomial[position + 1 :]
 
 
-__all__ = ["Binding", "Shape", "Value", "bind", "check", "extent", "show"]
+__all__ = ["Binding", "Shape", "Value", "bind", "check", "check_value", "extent", "show"]

@@ -67,7 +67,7 @@ class Elements:
         if isinstance(value, bool | int | float) and not self.number(value):
             return torch.tensor(value, device=device)
         dtype = compute if self.dtypes == FLOATING else self.dtypes[0]  # `is` is not what Dynamo makes of it
-        return torch.full((), value, dtype=dtype, device=device)
+        return torch.full((), value if isinstance(value, bool | int) else float(value), dtype=dtype, device=device)
 
 
 def _is_integer(value: object) -> bool:
@@ -243,8 +243,7 @@ def check(signature: Signature, values: Sequence[object], extents: tuple[Extent,
             epilogue.loc,
             hint=f"call {epilogue.name}.hosted(...)",
         )
-    for name, value, param in zip(signature.names, values, _params_or_operands(signature), strict=True):
-        _check_kind_of_value(signature, name, value, param)
+    check_values(signature, values)
     device = common_device(
         signature.epilogue.name, ((name, value, None) for name, value in zip(signature.names, values, strict=True))
     )
@@ -288,6 +287,13 @@ def _default_dtype(signature: Signature, values: Sequence[object], compute: torc
 def _params_or_operands(signature: Signature) -> list[Param | None]:
     """Each argument's parameter; None for `a` and `w`."""
     return ([None, None] if signature.on_gemm else []) + list(signature.params)
+
+
+def check_values(signature: Signature, values: Sequence[object], numbers_only: bool = False) -> None:
+    """Compare each argument alone with its declaration: see `check`.  `numbers_only`: leave tensors out."""
+    for name, value, param in zip(signature.names, values, _params_or_operands(signature), strict=True):
+        if not (numbers_only and isinstance(value, Tensor)):
+            _check_kind_of_value(signature, name, value, param)
 
 
 def _check_kind_of_value(signature: Signature, name: str, value: object, param: Param | None) -> None:

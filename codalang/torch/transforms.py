@@ -1,4 +1,5 @@
-"""Refusing what calls do not cover: torch.func transforms and forward-mode differentiation."""
+"""Refusing what calls do not cover: torch.func transforms, forward-mode differentiation, batches of gradients, and
+torch.jit."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from codalang.errors import CodaUnsupportedError
 
 
 def refuse_transforms(values: Sequence[object]) -> None:
-    """Raise CodaUnsupportedError inside a transform of torch.func, or for dual tensors."""
+    """Raise CodaUnsupportedError inside a transform of torch.func or torch.jit.trace, or for dual tensors."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise CodaUnsupportedError(
             "codalang's functions cannot run inside torch.func transforms (vmap, grad, jvp)",
@@ -23,4 +24,18 @@ def refuse_transforms(values: Sequence[object]) -> None:
     ):
         raise CodaUnsupportedError(
             "codalang's functions have no forward-mode derivative", hint="use torch.autograd.grad"
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise CodaUnsupportedError(
+            "codalang's functions cannot be traced by torch.jit", hint="use torch.compile or torch.export"
+        )
+
+
+def refuse_batches(cotangents: Sequence[Tensor | None]) -> None:
+    """Raise CodaUnsupportedError where many cotangents of one result come as a tensor."""
+    batched = torch._C._functorch.is_batchedtensor, torch._C._functorch.is_legacy_batchedtensor
+    if any(is_batched(c) for c in cotangents if c is not None for is_batched in batched):
+        raise CodaUnsupportedError(
+            "the gradients of codalang's functions cannot be computed in a batch (is_grads_batched, vectorize, vmap)",
+            hint="call torch.autograd.grad once for each cotangent; of jacobian and hessian leave vectorize=False",
         )
