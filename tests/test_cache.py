@@ -13,8 +13,12 @@ import warnings
 from pathlib import Path
 
 import pytest
+from cutlass import cute
+from test_lower import spec_of, stdlib_epilogue
 
+from codalang.errors import CodaCompileError
 from codalang.lower import cache as cache_module
+from codalang.lower import load
 from codalang.lower.cache import Cache, CodaCacheWarning, default_root, key
 
 KEY = "ab" * 32
@@ -154,6 +158,30 @@ def test_a_disk_that_takes_nothing(tmp_path, monkeypatch, code):
         path = cache.load_or_build(KEY, ".o", _writer(b"mine", calls))
     assert path.read_bytes() == b"mine"
     assert cache.load_or_build(KEY, ".o", _writer(b"mine", calls)) == path and len(calls) == 1
+
+
+@pytest.mark.parametrize("where", ["kernel", "copy"])
+def test_no_room_anywhere(tmp_path, monkeypatch, where):
+    """Neither in the cache nor in the temporary folder: a typed error that says what to do."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    relu = Path(__file__).resolve().parent.parent / "stdlib" / "relu.coda"
+    spec = spec_of(stdlib_epilogue(relu), None)
+    monkeypatch.setattr(load, "disk_cache", lambda: Cache(tmp_path / "c"))
+    if where == "kernel":
+        monkeypatch.setattr(cute, "compile", refuse)
+    else:
+        monkeypatch.setattr(load, "_build", lambda spec, path, compiler: path.write_bytes(b"built"))
+        monkeypatch.setattr(cache_module, "_write_atomically", refuse)
+        monkeypatch.setattr(cache_module, "_process_folder", refuse)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CodaCacheWarning)
+        with pytest.raises(CodaCompileError, match="`relu` cannot be written: No space left") as caught:
+            load.library(spec)
+    assert "TMPDIR" in str(caught.value.hint)
+    assert not list(tmp_path.rglob("*.so")) and not list(tmp_path.rglob("*.o"))
 
 
 def test_entries_on_a_read_only_disk_are_used(tmp_path, monkeypatch):

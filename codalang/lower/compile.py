@@ -71,6 +71,8 @@ def compile_object(spec: KernelSpec, path: Path, *, keep_ptx: bool = False) -> R
             compiled.export_to_c(object_file_path=str(path), function_name=ENTRY)
     except CodaUnsupportedError:
         raise
+    except OSError as error:
+        raise no_room(spec, error) from error
     except Exception as error:
         raise CodaCompileError(
             f"the device compiler failed on `{spec.epilogue.name}`: {type(error).__name__}: {error}",
@@ -78,6 +80,15 @@ def compile_object(spec: KernelSpec, path: Path, *, keep_ptx: bool = False) -> R
             hint="this is a fault of codalang, not of the program; please report it with the .coda source",
         ) from error
     return _report(log.getvalue(), ptx)
+
+
+def no_room(spec: KernelSpec, error: OSError) -> CodaCompileError:
+    """What to say where a kernel cannot be written."""
+    return CodaCompileError(
+        f"the kernel of `{spec.epilogue.name}` cannot be written: {error.strerror or error}",
+        spec.epilogue.loc,
+        hint="make room where it goes and in the temporary folder, or set TMPDIR to a folder that has room",
+    )
 
 
 def _report(log: str, ptx: str | None) -> Report:

@@ -22,7 +22,7 @@ import attrs
 from codalang.errors import CodaCompileError
 from codalang.lower import cache
 from codalang.lower.codegen import generate
-from codalang.lower.compile import ARCH, ENTRY, Report, compile_object
+from codalang.lower.compile import ARCH, ENTRY, Report, compile_object, no_room
 from codalang.lower.spec import KernelSpec
 
 
@@ -54,7 +54,10 @@ def library(spec: KernelSpec) -> Path:
     """
     compiler = _linker()
     suffix = ".so" if compiler else ".o"
-    return disk_cache().load_or_build(key_of(spec), suffix, lambda path: _build(spec, path, compiler))
+    try:
+        return disk_cache().load_or_build(key_of(spec), suffix, lambda path: _build(spec, path, compiler))
+    except OSError as error:  # no room in the temporary folder either
+        raise no_room(spec, error) from error
 
 
 def key_of(spec: KernelSpec) -> str:
