@@ -43,7 +43,7 @@ def emulated(dtype: torch.dtype = torch.float64) -> Iterator[list[KernelSpec]]:
         run.function, call.empty, decide._sms = originals
 
 
-def poisoned(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+def poisoned(shape: tuple[int, ...], strides: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor that shows what was not written."""
     return torch.full(shape, torch.nan if dtype.is_floating_point else -(2**30), dtype=dtype, device=device)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,7 +15,17 @@ import torch
 from codalang.lower.buffers import Written, check_sharing
 from codalang.lower.prepare import Prepare, Value
 
-empty = torch.empty  # how outputs and partials are allocated; tests replace it by one that poisons
+# How outputs and partials are allocated: sooner than by torch.empty.  Tests replace it by one that poisons.
+empty = torch.empty_strided
+
+
+def new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A contiguous tensor with nothing in it."""
+    return empty(shape, _contiguous(shape), dtype=dtype, device=device)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 @attrs.frozen
@@ -38,13 +50,18 @@ class Buffer:
         if self.given is not None:
             buffer = out[self.given]
             return buffer.view(self.shape) if self.stride is None else buffer.as_strided(self.shape, self.stride)
-        tensor = empty(self.shape, dtype=self.dtype, device=device)
+        tensor = new(self.shape, self.dtype, device)
         return tensor if self.columns is None else tensor[:, : self.columns]
 
 
 # Results of buffers.  The second argument has the caller's buffer for each that has one: it may be written there.
 Given = list[torch.Tensor | None] | None
 Finish = Callable[[list[torch.Tensor], Given], Iterable[torch.Tensor]]
+
+
+def as_is(buffers: list[torch.Tensor], out: Given) -> Iterable[torch.Tensor]:
+    """The buffers are the results."""
+    return buffers
 
 
 @attrs.frozen
@@ -56,6 +73,15 @@ class Result:
     buffers: tuple[Buffer, ...]
     finish: Finish
     dtypes: tuple[torch.dtype, ...]
+
+    @property
+    def is_straight(self) -> bool:
+        """The one output is the one buffer, a new one."""
+        (buffer, *others), whole = self.buffers, self.finish is as_is
+        return whole and not others and (buffer.columns, buffer.given, buffer.dtype) == (None, None, self.dtypes[0])
+
+
+Repeat = Callable[[tuple[Value, ...], Mapping[str, torch.Tensor]], Sequence[torch.Tensor]]
 
 
 @attrs.frozen
@@ -83,6 +109,14 @@ class Call:
     written: tuple[Written, ...]
     parts: tuple[int, int] | None = None
 
+    repeat: Repeat = attrs.field(init=False, eq=False)
+
+    @repeat.default
+    def _repeat(self) -> Repeat:
+        """Does the work of `run` on the current device, for buffers that are known to be apart: the outputs in order."""
+        straight = not self.parts and not any(self.prepare) and all(r.is_straight for r in self.results)
+        return _straight(self) if straight else functools.partial(_any, self)
+
     def run(self, values: tuple[Value, ...], out: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Allocate, launch on the current stream, finish.  Raises CodaCallError for buffers that share memory."""
         if _listening.calls is not None:
@@ -90,29 +124,46 @@ class Call:
         if self.written:
             check_sharing(self.written, values, out)
         if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
-            return self.repeat(values, out)
+            return dict(zip(self.names, self.repeat(values, out), strict=True))
         with torch.cuda.device(self.device):
-            return self.repeat(values, out)
+            return dict(zip(self.names, self.repeat(values, out), strict=True))
 
-    def repeat(self, values: tuple[Value, ...], out: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The same on the current device, for buffers that are known to be apart."""
-        buffers = [[b.allocate(self.device, out) for b in r.buffers] for r in self.results]
-        tensors = [p(v) if p else v for p, v in zip(self.prepare, values, strict=True)]
-        outputs = tuple([b for group in buffers for b in group])
-        if self.parts:
-            workspace = empty((1, self.parts[0]), dtype=torch.float32, device=self.device)
-            outputs = (*outputs, workspace, _counters(self.device, self.parts[1]))
-        self.launch(*tensors[: self.operands], tuple(tensors[self.operands :]), outputs, *self.tail)
-        finished = {}
-        for result, group in zip(self.results, buffers, strict=True):
-            finals = result.finish(group, [out.get(name) for name in result.names] if out else None)
-            for name, tensor, dtype in zip(result.names, finals, result.dtypes, strict=True):
-                if name in out:
-                    in_place = tensor.data_ptr() == out[name].data_ptr()
-                    finished[name] = out[name] if in_place else filled(out[name], tensor)
-                else:
-                    finished[name] = tensor if tensor.dtype is dtype else tensor.to(dtype)
-        return {name: finished[name] for name in self.names}
+
+def _straight(call: Call) -> Repeat:
+    """A launch that reads its values as they are and writes its outputs as they are to be."""
+    launch, operands, tail, device = call.launch, call.operands, call.tail, call.device
+    buffers = tuple((b.shape, _contiguous(b.shape), b.dtype) for r in call.results for b in r.buffers)
+    order = tuple([r.names[0] for r in call.results].index(name) for name in call.names)
+    in_order = order == tuple(range(len(order)))
+
+    def repeat(values: tuple[Value, ...], out: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
+        if out:
+            return _any(call, values, out)
+        outputs = tuple([empty(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in buffers])
+        launch(*values[:operands], values[operands:], outputs, *tail)
+        return outputs if in_order else [outputs[i] for i in order]
+
+    return repeat
+
+
+def _any(call: Call, values: tuple[Value, ...], out: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
+    buffers = [[b.allocate(call.device, out) for b in r.buffers] for r in call.results]
+    tensors = [p(v) if p else v for p, v in zip(call.prepare, values, strict=True)]
+    outputs = tuple([b for group in buffers for b in group])
+    if call.parts:
+        workspace = new((1, call.parts[0]), torch.float32, call.device)
+        outputs = (*outputs, workspace, _counters(call.device, call.parts[1]))
+    call.launch(*tensors[: call.operands], tuple(tensors[call.operands :]), outputs, *call.tail)
+    finished = {}
+    for result, group in zip(call.results, buffers, strict=True):
+        finals = result.finish(group, [out.get(name) for name in result.names] if out else None)
+        for name, tensor, dtype in zip(result.names, finals, result.dtypes, strict=True):
+            if name in out:
+                in_place = tensor.data_ptr() == out[name].data_ptr()
+                finished[name] = out[name] if in_place else filled(out[name], tensor)
+            else:
+                finished[name] = tensor if tensor.dtype is dtype else tensor.to(dtype)
+    return [finished[name] for name in call.names]
 
 
 class _Listening(threading.local):

@@ -13,8 +13,7 @@ import torch
 
 from codalang.ir.epilogue import Reduce, State
 from codalang.ir.types import Kind
-from codalang.lower import call
-from codalang.lower.call import Buffer, Finish, Given, Result
+from codalang.lower.call import Buffer, Finish, Given, Result, as_is, new
 from codalang.lower.dtypes import DTYPE_NAMES, RESULT_DTYPES
 from codalang.lower.folded import Matrix, box
 from codalang.lower.shape import Shape
@@ -47,12 +46,12 @@ def results_of(
             place = box(Matrix(out[store.name], out[store.name].ndim - 1))
             assert place is not None
             buffer = Buffer(place.shape, dtype, given=store.name, stride=place.stride)
-            found.append(Result((store.name,), (buffer,), _as_is, (dtype,)))
+            found.append(Result((store.name,), (buffer,), as_is, (dtype,)))
         elif pitch == columns:
             direct = store.name in out and out[store.name].is_contiguous()
             direct = direct and not (padded and out[store.name].data_ptr() % 16)
             buffer = Buffer((shape.m, columns), dtype, given=store.name if direct else None)
-            found.append(Result((store.name,), (buffer,), _as_is, (dtype,)))
+            found.append(Result((store.name,), (buffer,), as_is, (dtype,)))
         else:
             found.append(Result((store.name,), (Buffer((shape.m, pitch), dtype, columns),), _whole, (dtype,)))
     for vector in shape.epilogue.vectors:
@@ -88,7 +87,7 @@ def _fold(
     """How a reduction's partials are merged, and the dtypes of what it carries."""
     first = group[0]
     if first.name in shape.unmerged:
-        return _as_is, (torch.float32,)
+        return as_is, (torch.float32,)
     if kind is Kind.ROWS:
         merged, carried = _fold(shape, group, Kind.ROW, compiled)
         return _by_sample(shape.samples, merged), carried
@@ -103,7 +102,7 @@ def _fold(
     def finish(partials: list[torch.Tensor], out: Given) -> Iterable[torch.Tensor]:
         if kind is Kind.SCALAR:
             partials = [p.reshape(-1, 1) for p in partials]
-        outputs = [call.empty((1, partials[0].shape[1]), dtype=d, device=device) for d in results]
+        outputs = [new((1, partials[0].shape[1]), d, device) for d in results]
         for i, target in zip(chosen, out or (), strict=False):
             if target is not None and target.dtype is results[i]:
                 outputs[i] = target.view(1, -1)
@@ -121,10 +120,6 @@ def _by_sample(samples: int, finish: Finish) -> Finish:
         return [result.view(samples, -1) for result in finish(partials, flat)]
 
     return finish_samples
-
-
-def _as_is(buffers: list[torch.Tensor], out: Given) -> Iterable[torch.Tensor]:
-    return buffers
 
 
 def _whole(buffers: list[torch.Tensor], out: Given) -> Iterable[torch.Tensor]:

@@ -16,7 +16,7 @@ import contextlib
 import contextvars
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -161,16 +161,14 @@ def _execute(
 class Launch:
     """A kernel with everything decided but addresses: runs a job again on values of the same forms.
 
-    `order`: which of the job's values the kernel is given, in its order.
+    Attributes:
+        repeat: gives the outputs in order, for tensors in the kernel's order and buffers for some outputs by name.  The
+            current device must be that of the tensors.
+        order: which of the job's values the kernel is given, in its order.
     """
 
-    repeat: Callable[[tuple[Any, ...], Mapping[str, Tensor]], dict[str, Tensor]]
+    repeat: Callable[[tuple[Any, ...], Mapping[str, Tensor]], Sequence[Tensor]]
     order: tuple[int, ...]
-
-    def run(self, values: Sequence[Any], out: Mapping[str, Tensor] | None) -> Iterable[Tensor]:
-        """The outputs in order.  The current device must be that of the values."""
-        given = tuple([v.tensor if isinstance(v := values[i], Matrix) else v for i in self.order])
-        return self.repeat(given, out or {}).values()
 
 
 def execute_listening(

@@ -1,7 +1,7 @@
 """The torch operator that compilers see in place of a call of an epilogue, and what it has in common with programs'.
 
-    codalang::call      a whole call: checked, differentiable.  Composite: tracers see through it to `run_program`, which
-                        runs the program that an epilogue on its own is
+    codalang::call      a whole call: checked, differentiable.  Composite: tracers see through it to `run_program`, of
+                        the program that an epilogue on its own is
 
 Definitions go by their .coda text: a traced graph means the same in another process, and may be cached on disk.
 The text is brought to one line, because compilers copy constants into the comments of what they generate.

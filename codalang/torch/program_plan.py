@@ -6,7 +6,7 @@ Slots hold one value each; arguments first, then numbers, then what steps make. 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import attrs
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from codalang.ir.program import Program
-from codalang.torch.execute import Launch, kernels_possible
+from codalang.lower import run
+from codalang.torch.execute import kernels_possible
 from codalang.torch.program_planner import Planner
 from codalang.torch.program_step import Setting, Wanted
 from codalang.torch.program_values import live
@@ -49,7 +50,7 @@ class Plan:
         self.steps = planner.steps()
         self._constants = tuple(planner.constants)
         self._count = len(program.params)
-        self._launches: dict[object, tuple[Launch | None, ...]] = {}
+        self._repeated: dict[object, tuple[Callable[[list[Any]], None], ...]] = {}
         self._spare: list[Any] = [None] * (planner.count - len(program.params) - len(self._constants))
         known = [planner.values[w.name] for w in wanted]
         self.results = tuple((value.slot, planner.finish(w)) for value, w in zip(known, wanted, strict=True))
@@ -79,19 +80,13 @@ class Plan:
 
     def _launch(self, slots: list[Any]) -> None:
         """Run the steps; where they ran before on arguments of the same forms, nothing but addresses is looked at."""
-        from codalang.lower import run
-
         forms = [(v.stride(), v.data_ptr() & 15) if isinstance(v, Tensor) else None for v in slots[: self._count]]
-        # the first is what tests and recordings replace, the second a switch
-        key = (vars(run)["function"], vars(run)["overlap"], *forms)
-        launches = self._launches.get(key)
-        if launches is None:
-            if len(self._launches) >= _MOST_FORMS:
-                self._launches.clear()
-            self._launches[key] = tuple([step.run_listening(slots) for step in self.steps])
+        key = (run.function, run.overlap, *forms)  # the first is what tests and recordings replace, the second a switch
+        steps = self._repeated.get(key)
+        if steps is None:
+            if len(self._repeated) >= _MOST_FORMS:
+                self._repeated.clear()
+            self._repeated[key] = tuple([step.run_listening(slots) for step in self.steps])
             return
-        for step, launch in zip(self.steps, launches, strict=True):
-            if launch is None:
-                step.run(slots)
-            else:
-                step.repeat(slots, launch)
+        for step in steps:
+            step(slots)

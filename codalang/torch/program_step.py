@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from codalang.ir.program import TensorType
+from codalang.lower.folded import Matrix
 from codalang.torch.execute import Job, Launch, execute, execute_listening
 from codalang.torch.program_call import Shape
 from codalang.torch.signature import Extent
@@ -166,24 +167,35 @@ class Step:
         for slot in self.dead:
             slots[slot] = None
 
-    def run_listening(self, slots: list[Any]) -> Launch | None:
-        """The same; what it launched, where `repeat` may launch that again."""
+    def run_listening(self, slots: list[Any]) -> Callable[[list[Any]], None]:
+        """The same; what runs it again on slots' values of the same forms."""
         if self.job is None:
             self.run(slots)
-            return None
+            return self.run
         values = self._values(slots)
         outputs, launch = execute_listening(self.job, values, self._out(values))
         self._finish(slots, outputs)
         for slot in self.dead:
             slots[slot] = None
-        return launch
+        return self.run if launch is None else self._repeating(launch)
 
-    def repeat(self, slots: list[Any], launch: Launch) -> None:
-        """Run it as before, on values of the same forms."""
-        values = self._values(slots)
-        self._finish(slots, launch.run(values, self._out(values)))
-        for slot in self.dead:
-            slots[slot] = None
+    def _repeating(self, launch: Launch) -> Callable[[list[Any]], None]:
+        """Everything is decided but addresses: a step costs the host little more than its launch."""
+        taken, repeat, results, dead = [self.taken[i] for i in launch.order], launch.repeat, self.results, self.dead
+        in_place = [(name, self.arguments[i]) for name, i in self.in_place]
+        placed, writes = self.placed, bool(self.in_place or self.placed)
+
+        def run(slots: list[Any]) -> None:
+            given = tuple([_bare(p(slots[i])) if p is not None else slots[i] for i, p in taken])
+            out: dict[str, Tensor] = {}
+            if writes:
+                out = {name: slots[i] for name, i in in_place} | {p.output: p.allocate() for p in placed}
+            for slot, tensor in zip(results, repeat(given, out), strict=True):
+                slots[slot] = tensor
+            for slot in dead:
+                slots[slot] = None
+
+        return run
 
     def _values(self, slots: list[Any]) -> list[Any]:
         return [p(slots[i]) if p else slots[i] for i, p in self.taken]
@@ -197,6 +209,10 @@ class Step:
     def _finish(self, slots: list[Any], outputs: Iterable[Tensor]) -> None:
         for slot, tensor in zip(self.results, outputs, strict=True):
             slots[slot] = tensor
+
+
+def _bare(value: Any) -> Any:
+    return value.tensor if isinstance(value, Matrix) else value
 
 
 @attrs.frozen(eq=False)

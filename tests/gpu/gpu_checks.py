@@ -578,7 +578,9 @@ def poisoned(module: object | None) -> Iterator[list[Allocation]]:
         return
     original = module.empty
 
-    def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def empty(
+        shape: tuple[int, ...], strides: tuple[int, ...] = (), *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         size = int(torch.Size(shape).numel())
         buffer = torch.full((size + 2 * GUARD,), poison(dtype), dtype=dtype, device=device)
         allocations.append(Allocation(buffer, size))

@@ -60,7 +60,7 @@ def _is_near(got: Tensor, truth: Tensor) -> bool:
     return float((got.double() - truth).norm()) <= float(1.05 * (rounded - truth).norm() + 1e-4 * truth.norm())
 
 
-def _poisoned(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _poisoned(shape: tuple[int, ...], strides: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
 
