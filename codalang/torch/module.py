@@ -16,7 +16,7 @@ are loaded as they are.  torch.func transforms and forward-mode differentiation 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,6 +56,9 @@ from codalang.torch.transforms import refuse_transforms
 _REMEMBERED_CALLS = 1024
 
 
+Run = Callable[[list[Any]], Sequence[Tensor]]
+
+
 class Hosting:
     """One way to call an epilogue: on a GEMM, or hosted on plain tensors."""
 
@@ -64,7 +67,7 @@ class Hosting:
         self.operator = ProgramOperator.of(single(simplify(epilogue), on_gemm))
         self._text = opaque.one_line(text)
         self._count = len(self.signature.names)
-        self._calls: dict[object, tuple[Binding, Shaped]] = {}
+        self._calls: dict[object, tuple[Binding, Run]] = {}
         self._pack = packer(epilogue.name, [o.name for o in epilogue.outputs])
 
     def call(
@@ -83,14 +86,10 @@ class Hosting:
             extents = extents_of(self.signature, extents)
         if self.signature.on_gemm and torch._C._is_any_autocast_enabled():
             _autocast(values)
-        binding, shaped = self._shaped(values, extents)
+        binding, run = self._checked(values, extents)
         for slot in binding.moved:
             values[slot] = values[slot].to(binding.device)
-        for shape in shaped.setting.shapes[self._count :]:
-            values.append(torch.empty((), device=binding.device).expand(shape))
-        if binding.is_empty:
-            return self._of_nothing(binding, values)
-        return invoke(shaped, values)
+        return run(values)
 
     def _of_nothing(self, binding: Binding, values: list[Any]) -> Sequence[Tensor]:
         """Where there are no rows or no columns, nothing is to fuse: the reference, which torch differentiates."""
@@ -104,7 +103,7 @@ class Hosting:
             )
         return [t.reshape(binding.shape(o)) for t, o in zip(outputs, epilogue.outputs, strict=True)]
 
-    def _shaped(self, values: list[Any], extents: tuple[Extent, ...] | None) -> tuple[Binding, Shaped]:
+    def _checked(self, values: list[Any], extents: tuple[Extent, ...] | None) -> tuple[Binding, Run]:
         if opaque.is_traced():  # sizes may be symbols, which are no keys
             return self._make(values, extents)
         try:
@@ -118,8 +117,10 @@ class Hosting:
             found = self._calls[seen] = self._make(values, extents)
         return found
 
-    def _make(self, values: list[Any], extents: tuple[Extent, ...] | None) -> tuple[Binding, Shaped]:
+    def _make(self, values: list[Any], extents: tuple[Extent, ...] | None) -> tuple[Binding, Run]:
         binding, program = check(self.signature, values, extents), self.operator.program
+        if binding.is_empty:
+            return binding, functools.partial(self._of_nothing, binding)
         (statement,) = program.statements
         assert isinstance(statement, Apply)
         given = (binding.rows, binding.columns, binding.samples)
@@ -138,7 +139,10 @@ class Hosting:
         )
         outputs = zip(program.results, self.signature.epilogue.outputs, strict=True)
         wanted = [Wanted(name, shape=binding.shape(output)) for name, output in outputs]
-        return binding, Shaped(self.operator, setting, wanted)
+        run = functools.partial(invoke, Shaped(self.operator, setting, wanted))
+        if not rest:
+            return binding, run
+        return binding, lambda given: run(given + [torch.empty((), device=binding.device).expand(s) for s in rest])
 
     def _call_traced(self, values: list[Any], extents: tuple[int, ...] | None) -> Sequence[Tensor]:
         """What torch.compile records: one call of a composite operator, which is checked when its shapes are known."""
@@ -249,6 +253,7 @@ class Module:
             name: EpilogueFunction(epilogue) for name, epilogue in program.epilogues.items()
         }
         self._functions |= {name: ProgramFunction(chain) for name, chain in program.programs.items()}
+        vars(self).update({name: f for name, f in self._functions.items() if name not in vars(self)})  # found soonest
 
     def __getattr__(self, name: str) -> Any:
         try:

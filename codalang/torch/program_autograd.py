@@ -23,7 +23,7 @@ overwritten, as the backward uses it, unless the graph is retained.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -235,10 +235,22 @@ class ProgramTape:
         given = frozenset(name for name, there in zip(program.results, present, strict=True) if there)
         return wrt, given - {program.results[i] for i in self.constant}
 
-    def as_value(self, index: int, tensor: Any) -> Any:
-        """A result, or its cotangent, as the value that steps know: pairs side by side."""
-        _, finish = self.plan.results[index]
-        return tensor if finish is None or tensor is None else finish.undone(tensor, self.plan.flat[index])
+    def place(self, source: str, index: int) -> int:
+        """Where a backward finds an argument, a result or a cotangent among what it has: the tensors that were saved,
+        the numbers, the cotangents."""
+        saved = len(self.kept_params) + len(self.kept_results)
+        if source == "cotangent":
+            return saved + len(self.numbers) + index
+        if source != "param":
+            return len(self.kept_params) + self.kept_results.index(index)
+        return self.kept_params.index(index) if index in self.kept_params else saved + self.numbers.index(index)
+
+    def view(self, source: str, index: int) -> Callable[[Any], Any] | None:
+        """What makes of a result, or its cotangent, the value that steps know, pairs side by side; None for itself."""
+        _, finish = self.plan.results[index] if source != "param" else (None, None)
+        if finish is None or not finish.has_pairs:
+            return None
+        return functools.partial(finish.undone, value=self.plan.flat[index])
 
     def zeros(self, slot: int) -> Tensor:
         """The gradient of an argument on which nothing depends."""
@@ -338,7 +350,12 @@ def _joint(asked: Sequence[Wanted]) -> Wanted:
 
 
 class ProgramStep:
-    """One backward: a plan of the derived program, and which of its results is whose gradient."""
+    """One backward: a plan of the derived program, and which of its results is whose gradient.
+
+    Attributes:
+        places: for each of the plan's arguments where it is, see `ProgramTape.place`, and what makes it of that.
+        gradients: whose gradient each result is.
+    """
 
     def __init__(self, tape: ProgramTape, wrt: Names, given: Names) -> None:
         derivative, filled = tape.derivative(wrt, given)
@@ -348,7 +365,9 @@ class ProgramStep:
         read = {name for s in program.statements for name in s.reads} | set(results)
         program = attrs.evolve(program, params=tuple(p for p in program.params if p.name in read))
         setting = tape.setting
-        places = []
+        places: list[tuple[int, Callable[[Any], Any] | None]] = []
+        private = []
+        saved = {tape.results[name] for name in tape.first.saved}
         shapes: list[Any] = []
         flat: list[Any] = []
         dtypes: list[torch.dtype | None] = []
@@ -364,19 +383,18 @@ class ProgramStep:
                 shapes.append(tape.given[index])
                 flat.append(tape.plan.flat[index])
                 dtypes.append(tape.plan.dtypes[index])
-            missing = load.source == "cotangent" and filled and load.name not in given
-            places.append(("zeros" if missing else load.source, index))
+            if load.source == "cotangent" and filled and load.name not in given:
+                zeros = functools.partial(torch.zeros, shapes[-1], dtype=dtypes[-1], device=setting.device)
+                places.append((0, functools.partial(_in_place_of, zeros)))
+            else:
+                places.append((tape.place(load.source, index), tape.view(load.source, index)))
+            if load.source in ("output", "saved") and index in saved:
+                private.append(param.name)
         self.places = tuple(places)
-        self.shapes, self.dtypes = shapes, dtypes
+        self._private = tuple(private)
         self._program = program
         self._setting = attrs.evolve(
             setting, shapes=tuple(shapes), flat=tuple(flat), dtypes=tuple(dtypes), derived=True
-        )
-        saved = {tape.results[name] for name in tape.first.saved}
-        self._private = tuple(
-            p.name
-            for p, (source, index) in zip(program.params, self.places, strict=True)
-            if source in ("output", "saved") and index in saved
         )
         self._plans: dict[bool, Plan] = {}
 
@@ -411,14 +429,19 @@ class DifferentiableStep:
         )
 
 
-def invoke(shaped: Shaped, values: Sequence[Value]) -> Sequence[Tensor]:
-    """Run a program; differentiable where gradients are on and some argument requires one."""
+def _in_place_of(make: Callable[[], Tensor], other: object) -> Tensor:
+    return make()
+
+
+def invoke(shaped: Shaped, values: list[Any]) -> Sequence[Tensor]:
+    """Run a program; differentiable where gradients are on and some argument requires one.  Takes the list, see
+    `Plan.run`."""
     if torch.is_grad_enabled():
         requires = tuple([isinstance(v, Tensor) and v.requires_grad for v in values])
         if True in requires:
             results: tuple[Tensor, ...] = _apply(shaped.tape(requires), *values)
             return results
-    return run_plan(shaped.plan, list(values))
+    return run_plan(shaped.plan, values)
 
 
 class _Call(torch.autograd.Function):
@@ -448,37 +471,15 @@ class _Call(torch.autograd.Function):
         if torch.is_grad_enabled():
             return (None, *_differentiable_backward(ctx, tape, needs, cotangents, present))
         step = tape.step(needs, present)
-        saved = list(ctx.saved_tensors)
+        have = [*ctx.saved_tensors, *ctx.numbers, *cotangents]
         last = not torch._C._autograd._get_current_graph_task_keep_graph()
         if last:
             ctx.maybe_clear_saved_tensors()
             ctx.rest = None
-        values = _collected(tape, step, cotangents, saved, ctx.numbers)
-        del saved
+        values = [have[place] if view is None else view(have[place]) for place, view in step.places]
+        del have  # nothing but the list holds what was saved
         results = run_plan(step.plan(last and ctx.private), values)
         return (None, *step.gradients.spread(tape, results))
-
-
-def _collected(
-    tape: ProgramTape,
-    step: ProgramStep,
-    cotangents: Sequence[Tensor | None],
-    saved: list[Tensor],
-    numbers: Sequence[Value],
-) -> list[Any]:
-    """A backward's arguments; nothing else holds what was saved."""
-    count = len(tape.kept_params)
-    params = dict(zip(tape.kept_params, saved[:count], strict=True)) | dict(zip(tape.numbers, numbers, strict=True))
-    results = dict(zip(tape.kept_results, saved[count:], strict=True))
-    tables: dict[str, Any] = {"param": params, "output": results, "saved": results, "cotangent": cotangents}
-    return [
-        torch.zeros(step.shapes[i], dtype=step.dtypes[i], device=tape.setting.device)
-        if source == "zeros"
-        else tables[source][index]
-        if source == "param"
-        else tape.as_value(index, tables[source][index])
-        for i, (source, index) in enumerate(step.places)
-    ]
 
 
 def _differentiable_backward(
@@ -496,7 +497,8 @@ def _differentiable_backward(
                 f"of the derivative of `{tape.operator.program.name}` needs it"
             )
         arguments[slot] = tensor
-    values = [tape.as_value(i, cotangents[i]) for i in step.cotangents] + [arguments[i] for i in range(len(needs))]
+    views = [(cotangents[i], tape.view("cotangent", i)) for i in step.cotangents]
+    values = [c if view is None else view(c) for c, view in views] + [arguments[i] for i in range(len(needs))]
     results = invoke(step.shaped, values)
     return step.gradients.spread(tape, results)
 

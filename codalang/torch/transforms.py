@@ -31,10 +31,12 @@ def refuse_transforms(values: Sequence[object]) -> None:
         )
 
 
+_is_batched, _is_legacy_batched = torch._C._functorch.is_batchedtensor, torch._C._functorch.is_legacy_batchedtensor
+
+
 def refuse_batches(cotangents: Sequence[Tensor | None]) -> None:
     """Raise CodaUnsupportedError where many cotangents of one result come as a tensor."""
-    batched = torch._C._functorch.is_batchedtensor, torch._C._functorch.is_legacy_batchedtensor
-    if any(is_batched(c) for c in cotangents if c is not None for is_batched in batched):
+    if any([c is not None and (_is_batched(c) or _is_legacy_batched(c)) for c in cotangents]):
         raise CodaUnsupportedError(
             "the gradients of codalang's functions cannot be computed in a batch (is_grads_batched, vectorize, vmap)",
             hint="call torch.autograd.grad once for each cotangent; of jacobian and hessian leave vectorize=False",
