@@ -54,7 +54,8 @@ SETTLE_SECONDS = 0.03  # from a kernel's end until the sanitizer has written wha
 
 @attrs.frozen
 class Share:
-    """A process's part of a tool's cases: every `count`-th, from `index`."""
+    """A process's part of a tool's cases: every `count`-th, from `index`; where that is `count`, the planted fault,
+    which has a process of its own since it may be the last that a process does."""
 
     tool: str
     index: int
@@ -99,15 +100,14 @@ def work(share: Share, folder: Path) -> None:
     """Run a share's cases; a line of JSON for each.  Where something is wrong with a case itself, it is not covered."""
     log, seen = share.path(folder, ".log"), 0
     with share.path(folder, ".jsonl").open("w") as lines:
-        todo: list[gpu_cases.Case | None] = [*cases()[share.index :: share.count]]
-        if share.tool == "memcheck" and share.index == 0:
-            todo.insert(0, None)
+        todo = [None] if share.index == share.count else cases()[share.index :: share.count]
         for case in todo:
             try:
                 run_one(case)
             except Exception as error:
                 print(f"{case}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-                continue
+                if case is not None:
+                    continue
             time.sleep(SETTLE_SECONDS)
             text = log.read_text() if log.exists() else ""
             name, title = (PLANTED, PLANTED) if case is None else (case.subject.name, str(case))
@@ -185,7 +185,8 @@ def outcomes(shares: Sequence[Share], folder: Path) -> Iterator[Outcome]:
             yield outcome
         every = records(log.read_text()) if log.exists() else ()
         if every[told:]:
-            yield Outcome(share.tool, "(of no case)", "", every[told:])
+            name = PLANTED if share.index == share.count else "(of no case)"
+            yield Outcome(share.tool, name, "", every[told:])
 
 
 def table(
@@ -224,11 +225,16 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=4.0, help="that the tools may run, beside each other")
     parser.add_argument("--sanitizer", nargs="+", default=[], help="executables to try after those that are installed")
     parser.add_argument("--out", type=Path, default=Path("sanitize"), help="folder for logs and sanitize.json")
+    parser.add_argument("--compile-only", action="store_true", help="compile the kernels, and run nothing; no GPU")
     parser.add_argument("--work", nargs=4, metavar="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         tool, index, count, folder = options.work
         work(Share(tool, int(index), int(count)), Path(folder))
+        return
+    expected = cases()
+    if options.compile_only:
+        compile_kernels(expected)
         return
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         sys.exit("sanitize.py needs a Hopper GPU (compute capability 9.0)")
@@ -236,12 +242,9 @@ def main() -> None:
     if not candidates:
         print("compute-sanitizer is not here")
         sys.exit(2)
-    expected = cases()
-    begin = time.monotonic()
-    specs = gpu_compile.kernels([*expected, planted()])
-    gpu_compile.compile_all(specs)
-    print(f"{len(expected)} cases, {len(specs)} kernels compiled in {time.monotonic() - begin:.0f} s", flush=True)
-    shares = [Share(tool, i, options.processes) for tool in options.tools for i in range(options.processes)]
+    compile_kernels(expected)
+    count = options.processes
+    shares = [Share(tool, i, count) for tool in options.tools for i in range(count + (tool == "memcheck"))]
     for number, sanitizer in enumerate(candidates):
         folder = options.out / str(number)
         folder.mkdir(parents=True, exist_ok=True)
@@ -256,6 +259,16 @@ def main() -> None:
     print(aligned(table(found, expected, options.tools)))
     print(f"{time.monotonic() - begin:.0f} s")
     sys.exit(judged(found, options.tools, options.out))
+
+
+def compile_kernels(expected: Sequence[gpu_cases.Case]) -> None:
+    """Bring the cases' kernels into the disk cache, and say how long it took."""
+    begin = time.monotonic()
+    specs = gpu_compile.kernels(expected, "meta")
+    for spec, compiled in gpu_compile.compile_each(specs).items():
+        if compiled.error:
+            print(f"{spec.epilogue.name} with {spec.config}: {compiled.error}")
+    print(f"{len(expected)} cases, {len(specs)} kernels compiled in {time.monotonic() - begin:.0f} s", flush=True)
 
 
 def judged(found: Sequence[Outcome], tools: Sequence[str], out: Path) -> int:

@@ -85,13 +85,13 @@ def test_records_are_counted_by_their_first_lines() -> None:
 def test_an_error_is_told_of_the_case_that_ran_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     share, log = Share("memcheck", 0, 90), tmp_path / "memcheck-0.log"
     todo = sanitize.cases()[::90]
-    begun = []
+    begun: list[object] = []
 
     def run_one(case: object) -> None:
         begun.append(case)
         if case is todo[1]:
             raise RuntimeError("no such kernel")
-        if case in (None, todo[2]):
+        if case is todo[2]:
             with log.open("a") as lines:
                 lines.write(MEMCHECK)
 
@@ -99,9 +99,23 @@ def test_an_error_is_told_of_the_case_that_ran_meanwhile(tmp_path: Path, monkeyp
     monkeypatch.setattr(sanitize, "run_one", run_one)
     monkeypatch.setattr(sanitize, "SETTLE_SECONDS", 0.0)
     sanitize.work(share, tmp_path)
-    assert begun == [None, *todo]
+    assert begun == todo
     found = list(sanitize.outcomes([share], tmp_path))
-    assert [(o.case, len(o.errors)) for o in found] == [(sanitize.PLANTED, 2), (str(todo[0]), 0), (str(todo[2]), 2)]
+    assert [(o.case, len(o.errors)) for o in found] == [(str(todo[0]), 0), (str(todo[2]), 2)]
+
+
+def test_the_planted_fault_has_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share = Share("memcheck", 2, 2)
+
+    def run_one(case: object) -> None:
+        assert case is None
+        share.path(tmp_path, ".log").write_text(MEMCHECK)
+        raise RuntimeError("the context is destroyed")
+
+    monkeypatch.setattr(sanitize, "run_one", run_one)
+    sanitize.work(share, tmp_path)
+    (outcome,) = sanitize.outcomes([share], tmp_path)
+    assert (outcome.name, len(outcome.errors)) == (sanitize.PLANTED, 2)
 
 
 def test_tools_run_beside_each_other_within_a_time(fake: str, tmp_path: Path) -> None:
