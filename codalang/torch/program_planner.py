@@ -4,6 +4,9 @@ A value is dropped right after its last use, so that the allocator gives its mem
 for the last time, and is the plan's own, is overwritten by an output of equal shape and dtype, where one is there.
 
 Matmuls without an epilogue run on the same GEMM, with one that stores what it gets.
+
+Kernels leave reductions in parts, one for each tile.  The auxiliary step that reads them next merges them; those that
+nothing reads wait for others of their length, to be merged and cast by one launch.
 """
 
 from __future__ import annotations
