@@ -18,6 +18,7 @@ from emulation import emulated
 from hypothesis import given
 from hypothesis import strategies as st
 from program_strategies import cotangents_for, inputs_for, programs
+from strategies import JUMPS
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -350,9 +351,12 @@ def test_random_programs(program: Program, seed: int, data: st.DataObject) -> No
 
 
 @examples(6)
-@given(programs(), st.integers(0, 2**31))
+@given(programs(without=JUMPS), st.integers(0, 2**31))
 def test_random_programs_on_kernels(program: Program, seed: int) -> None:
-    """By what stands in for kernels, in f64, from poisoned buffers: bf16 results are those of the reference."""
+    """By what stands in for kernels, in f64, from poisoned buffers: bf16 results are those of the reference.
+
+    Its f32 differs by 1e-7, which rounds one value in ten thousand to its neighbour in bf16.
+    """
     inputs = {
         n: v.to(torch.bfloat16).requires_grad_() if v.is_floating_point() else v
         for n, v in inputs_for(program, seed).items()
@@ -378,9 +382,14 @@ def test_random_programs_on_kernels(program: Program, seed: int) -> None:
         return
     with on_kernels():
         found = run()
+    largest = max((float(two.double().norm()) for two in expected if two.is_floating_point()), default=0.0)
     for one, two in zip(found, expected, strict=True):
         assert one.dtype is two.dtype and one.shape == two.shape
-        assert not one.is_floating_point() or not one.isnan().any() or two.isnan().any()
+        if one.is_floating_point():
+            error, size = float((one.double() - two.double()).norm()), float(two.double().norm())
+            assert error <= 1e-2 * size + 1e-6 * largest
+        else:
+            assert torch.equal(one, two)
 
 
 NOTHING_READ = """
