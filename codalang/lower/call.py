@@ -76,9 +76,9 @@ class Result:
 
     @property
     def is_straight(self) -> bool:
-        """The one output is the one buffer, a new one."""
+        """The one output is the one buffer, a new one or a given tile."""
         (buffer, *others), whole = self.buffers, self.finish is as_is
-        return whole and not others and (buffer.columns, buffer.given, buffer.dtype) == (None, None, self.dtypes[0])
+        return whole and not others and (buffer.columns, buffer.stride, buffer.dtype) == (None, None, self.dtypes[0])
 
 
 Repeat = Callable[[tuple[Value, ...], Mapping[str, torch.Tensor]], Sequence[torch.Tensor]]
@@ -113,7 +113,8 @@ class Call:
 
     @repeat.default
     def _repeat(self) -> Repeat:
-        """Does the work of `run` on the current device, for buffers that are known to be apart: the outputs in order."""
+        """Does the work of `run` on the current device, for buffers that are known to be apart, and tiles of two axes:
+        the outputs in order."""
         straight = not self.parts and not any(self.prepare) and all(r.is_straight for r in self.results)
         return _straight(self) if straight else functools.partial(_any, self)
 
@@ -123,23 +124,29 @@ class Call:
             _listening.calls.append(self)
         if self.written:
             check_sharing(self.written, values, out)
-        if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
-            return dict(zip(self.names, self.repeat(values, out), strict=True))
-        with torch.cuda.device(self.device):
-            return dict(zip(self.names, self.repeat(values, out), strict=True))
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
+            with torch.cuda.device(self.device):
+                return dict(zip(self.names, _any(self, values, out), strict=True))
+        return dict(zip(self.names, _any(self, values, out) if out else self.repeat(values, out), strict=True))
 
 
 def _straight(call: Call) -> Repeat:
     """A launch that reads its values as they are and writes its outputs as they are to be."""
     launch, operands, tail, device = call.launch, call.operands, call.tail, call.device
-    buffers = tuple((b.shape, _contiguous(b.shape), b.dtype) for r in call.results for b in r.buffers)
+    buffers = tuple((b.shape, _contiguous(b.shape), b.dtype, b.given) for r in call.results for b in r.buffers)
+    given = sum(buffer[-1] is not None for buffer in buffers)
     order = tuple([r.names[0] for r in call.results].index(name) for name in call.names)
     in_order = order == tuple(range(len(order)))
 
     def repeat(values: tuple[Value, ...], out: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
-        if out:
+        if len(out) != given:  # one is copied into
             return _any(call, values, out)
-        outputs = tuple([empty(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in buffers])
+        outputs = tuple(
+            [
+                empty(shape, strides, dtype=dtype, device=device) if name is None else out[name]
+                for shape, strides, dtype, name in buffers
+            ]
+        )
         launch(*values[:operands], values[operands:], outputs, *tail)
         return outputs if in_order else [outputs[i] for i in order]
 
