@@ -11,6 +11,11 @@ from codalang.bench.timing import Call, host_microseconds
 from codalang.bench.workloads import derived
 from codalang.lower import ahead, run
 
+PROGRAM = """program linear(a: [M, K], w: [N, K]) {
+    y = a @ w.T
+    return y
+}"""
+
 
 def calls(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> dict[str, Call]:
     """What is timed, by name."""
@@ -18,11 +23,12 @@ def calls(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> dict[str
     w = torch.randn(512, 256, device=device, dtype=dtype)
     a_grad, w_grad = a.clone().requires_grad_(), w.clone().requires_grad_()
     cotangent = torch.randn(128, 256, device=device, dtype=dtype)
-    module = codalang.load("swiglu")
+    module, program = codalang.load("swiglu"), codalang.load(PROGRAM)
+    wide = torch.randn(128, 512, device=device, dtype=dtype)
     forward = derived("swiglu").forward
 
-    def differentiated(call: Callable[[], torch.Tensor]) -> Call:
-        return lambda: torch.autograd.grad(call(), (a_grad, w_grad), cotangent)
+    def differentiated(call: Callable[[], torch.Tensor], given: torch.Tensor = cotangent) -> Call:
+        return lambda: torch.autograd.grad(call(), (a_grad, w_grad), given)
 
     return {
         "torch.mul": lambda: torch.mul(a, a),
@@ -31,7 +37,10 @@ def calls(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> dict[str
         "module.swiglu, no gradient": lambda: module.swiglu(a, w),
         "module.swiglu, gradient recorded": lambda: module.swiglu(a_grad, w_grad),
         "module.swiglu, forward and backward": differentiated(lambda: module.swiglu(a_grad, w_grad)),
-        "torch.matmul, forward and backward": differentiated(lambda: torch.matmul(a_grad, w_grad.t())[:, :256]),
+        "torch.matmul, forward and backward": differentiated(lambda: torch.matmul(a_grad, w_grad.t()), wide),
+        "a program of one matmul, no gradient": lambda: program.linear(a, w),
+        "a program of one matmul, gradient recorded": lambda: program.linear(a_grad, w_grad),
+        "a program of one matmul, forward and backward": differentiated(lambda: program.linear(a_grad, w_grad), wide),
     }
 
 

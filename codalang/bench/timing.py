@@ -68,10 +68,11 @@ def interleaved(
     return {name: Timing.of([b.elapsed_time(e) for b, e in pairs]) for name, pairs in events.items()}
 
 
-def host_microseconds(call: Call, *, calls: int = 50, repeats: int = 9) -> float:
+def host_microseconds(call: Call, *, calls: int = 20, repeats: int = 21) -> float:
     """The host's time per call with the device out of the way; the median of `repeats` runs of `calls` calls.
 
-    Few enough calls that the launch queue never fills: the host would then wait for the device.
+    Few enough calls that they are over before the spin is, and that the launch queue never fills: the host would then
+    wait for the device.
     """
     for _ in range(10):
         call()
