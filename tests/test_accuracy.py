@@ -175,6 +175,16 @@ def test_the_mainloop_of_a_precise_epilogue_has_room_for_a_second_accumulator(
     )
 
 
+def test_a_precise_kernel_is_another_also_where_its_epilogue_reads_the_same() -> None:
+    epilogue = parse("epilogue matmul(acc: tile[M, N]) { store y: tile[M, N] = acc }").epilogues["matmul"]
+    specs = [
+        KernelSpec(attrs.evolve(epilogue, precise=precise), Operand("bf16", "k", "k"), (), ("bf16",), None)
+        for precise in (False, True)
+    ]
+    assert generate(specs[0]) == generate(specs[1])
+    assert key_of(specs[0]) != key_of(specs[1])
+
+
 def count_adds(report: Report) -> int:
     return (report.ptx or "").count("add.f32") + (report.ptx or "").count("add.rn.f32")
 

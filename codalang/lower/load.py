@@ -61,10 +61,13 @@ def library(spec: KernelSpec) -> Path:
 
 
 def key_of(spec: KernelSpec) -> str:
-    """What a kernel goes by on disk: its code, but for comments, which say at which line a program stands."""
+    """What a kernel goes by on disk: its code, but for comments, which say at which line a program stands, and what
+    decides the mainloop."""
     lines = generate(spec).splitlines()
     code = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
-    return cache.key(source=code, spec=repr(attrs.astuple(spec, recurse=False)[1:]), arch=ARCH)
+    return cache.key(
+        source=code, spec=repr((spec.epilogue.precise, *attrs.astuple(spec, recurse=False)[1:])), arch=ARCH
+    )
 
 
 def _build(spec: KernelSpec, path: Path, compiler: str | None) -> None:

@@ -34,7 +34,7 @@ def test_a_product_of_positive_numbers(extents: tuple[int, int, int], dtype: tor
     truth = a.double() @ b.double().T
     epilogue = parse(MATMUL).epilogues["matmul"]
     fast, exact = (error(run.gemm(e, a, b, {})["y"], truth) for e in (epilogue, precise(epilogue)))
-    assert exact <= 4e-6, f"{exact:.2e}, and {fast:.2e} in an epilogue that is not precise"
+    assert exact <= 8e-6, f"{exact:.2e}, and {fast:.2e} in an epilogue that is not precise"
     assert fast > 2 * exact
 
 
