@@ -67,6 +67,7 @@ def sizes(
                             if p.loc is not None
                         ),
                         argument=param.name,
+                        hint=_transposed_hint(param, shape, found),
                     )
             elif (solved := extent.solve(have, found)) is not None:
                 dim, value = solved
@@ -109,6 +110,13 @@ def check_rank(param: ProgramParam, shape: Sequence[int]) -> None:
             argument=param.name,
             hint=_rank_hint(param.type, shape),
         )
+
+
+def _transposed_hint(param: ProgramParam, shape: Sequence[int], sizes: Mapping[str, int]) -> str | None:
+    """What to do with a matrix that fits when it is transposed."""
+    turned = zip(param.type.shape, reversed(shape), strict=True)
+    fits = len(shape) == 2 and all(not d.names <= sizes.keys() or d.evaluate(sizes) == have for d, have in turned)
+    return f"`{param.name}` is {param.type}: pass {param.name}.T" if fits else None
 
 
 def _rank_hint(type_: TensorType, shape: Sequence[int]) -> str | None:

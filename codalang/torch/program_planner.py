@@ -30,7 +30,7 @@ from codalang.torch.program_call import Shape, extent
 from codalang.torch.program_step import Finish, Known, Placed, Prepare, Setting, Step, Wanted
 from codalang.torch.program_values import made_by, product_of, simplified
 from codalang.torch.program_views import operand, prepared
-from codalang.torch.signature import Extent, Signature, columns_of, output_dtype
+from codalang.torch.signature import ONE_DTYPE, Extent, Signature, columns_of, output_dtype
 
 MOST_TOGETHER = 8  # reductions that one step merges: until then their parts take memory
 _MERGED_TO = (torch.float32, torch.bfloat16, torch.float16)
@@ -306,6 +306,7 @@ class Planner:
             f"`{matmul}` of `{self.program.name}` multiplies {a} with {b}; a matmul takes one dtype",
             loc,
             argument=matmul.b,
+            hint=ONE_DTYPE,
         )
 
     def _as(self, name: str, dtype: torch.dtype) -> Known:

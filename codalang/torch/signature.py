@@ -89,6 +89,7 @@ ELEMENTS = {
     Dtype.BOOL: Elements((torch.bool,), lambda value: isinstance(value, bool), "True or False"),
 }
 
+ONE_DTYPE = "cast one of them with .to(dtype), or make the call under torch.autocast"
 _OPERAND_SHAPES = {"a": "[..., K]", "w": "[N, K]"}
 
 
@@ -358,6 +359,7 @@ def common_device(called: str, arguments: Iterable[tuple[str, object, Loc | None
                 f"`{name}` of `{called}` is on {value.device}, but `{decided[0]}` is on {decided[1]}",
                 loc,
                 argument=name,
+                hint="bring all tensors of a call to one device with .to(device)",
             )
     return decided[1] if decided else torch.device("cpu")
 
@@ -452,7 +454,9 @@ class _Shapes:
                 hint="`w` is [N, K] as torch.nn.Linear keeps it: pass w.T" if transposed else None,
             )
         if a.dtype is not w.dtype:
-            raise CodaCallError(f"`a` is {a.dtype}, but `w` is {w.dtype}; a matmul takes one dtype", argument="w")
+            raise CodaCallError(
+                f"`a` is {a.dtype}, but `w` is {w.dtype}; a matmul takes one dtype", argument="w", hint=ONE_DTYPE
+            )
         self.lead, self.rows_by = tuple(a.shape[:-1]), "a"
         self.columns = self._columns("w", self.epilogue.params[0], w.shape[0])
         self.columns_by = "w"
