@@ -55,7 +55,7 @@ from codalang.ir.epilogue import Epilogue  # noqa: E402
 from codalang.ir.types import Kind  # noqa: E402
 from codalang.lower import ahead, run  # noqa: E402
 
-SETTLE = 0.2  # seconds: the clock follows a change of load within a tenth
+SETTLE = 0.8  # seconds: less, and what ran before still decides the clock
 COPIED = 2**30  # bytes
 CYCLES = 2_000_000  # of a wait
 CHUNK = 4.0  # milliseconds of calls that are enqueued at a time
