@@ -16,7 +16,7 @@ are loaded as they are.  torch.func transforms and forward-mode differentiation 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ from codalang.ir.program import Apply
 from codalang.ir.simplify import simplify
 from codalang.ir.verify_program import check_determined
 from codalang.torch import opaque
+from codalang.torch.checked import Checked, Run
 from codalang.torch.execute import Job, execute, is_autocast_on, reference_only
 from codalang.torch.program import ProgramFunction
 from codalang.torch.program_autograd import ProgramOperator, Shaped, invoke
@@ -46,17 +47,9 @@ from codalang.torch.signature import (
     check,
     check_values,
     extents_of,
-    key,
     output_dtype,
 )
 from codalang.torch.single import single
-from codalang.torch.transforms import refuse_transforms
-
-# More shapes than this are not remembered at once: a training run with a new sequence length in every step.
-_REMEMBERED_CALLS = 1024
-
-
-Run = Callable[[list[Any]], Sequence[Tensor]]
 
 
 class Hosting:
@@ -67,7 +60,7 @@ class Hosting:
         self.operator = ProgramOperator.of(single(simplify(epilogue), on_gemm))
         self._text = opaque.one_line(text)
         self._count = len(self.signature.names)
-        self._calls: dict[object, tuple[Binding, Run]] = {}
+        self._calls = Checked(self._check)
         self._pack = packer(epilogue.name, [o.name for o in epilogue.outputs])
 
     def call(
@@ -81,15 +74,11 @@ class Hosting:
 
     def call_bound(self, values: list[Any], extents: tuple[Extent, ...] | None = None) -> Sequence[Tensor]:
         """The outputs, for values in the order of the signature."""
-        refuse_transforms(values)
         if extents is not None:
             extents = extents_of(self.signature, extents)
         if self.signature.on_gemm and torch._C._is_any_autocast_enabled():
             _autocast(values)
-        binding, run = self._checked(values, extents)
-        for slot in binding.moved:
-            values[slot] = values[slot].to(binding.device)
-        return run(values)
+        return self._calls.run(values, extents)
 
     def _of_nothing(self, binding: Binding, values: list[Any]) -> Sequence[Tensor]:
         """Where there are no rows or no columns, nothing is to fuse: the reference, which torch differentiates."""
@@ -103,21 +92,7 @@ class Hosting:
             )
         return [t.reshape(binding.shape(o)) for t, o in zip(outputs, epilogue.outputs, strict=True)]
 
-    def _checked(self, values: list[Any], extents: tuple[Extent, ...] | None) -> tuple[Binding, Run]:
-        if opaque.is_traced():  # sizes may be symbols, which are no keys
-            return self._make(values, extents)
-        try:
-            seen = (key(values), extents)
-        except RuntimeError:  # a tensor without a shape: `check` says which
-            return self._make(values, extents)
-        found = self._calls.get(seen)
-        if found is None:
-            if len(self._calls) >= _REMEMBERED_CALLS:
-                self._calls.clear()
-            found = self._calls[seen] = self._make(values, extents)
-        return found
-
-    def _make(self, values: list[Any], extents: tuple[Extent, ...] | None) -> tuple[Binding, Run]:
+    def _check(self, values: list[Any], extents: tuple[Extent, ...] | None) -> tuple[Binding, Run]:
         binding, program = check(self.signature, values, extents), self.operator.program
         if binding.is_empty:
             return binding, functools.partial(self._of_nothing, binding)

@@ -22,16 +22,14 @@ from codalang.autodiff.program import derive_program
 from codalang.autodiff.program_derivative import ProgramDerivative
 from codalang.ir.program import Program
 from codalang.torch import opaque
+from codalang.torch.checked import Checked, Run
 from codalang.torch.execute import is_autocast_on
 from codalang.torch.program_autograd import ProgramOperator, Shaped, invoke
 from codalang.torch.program_call import Binding, bind, check, check_value, show
 from codalang.torch.program_opaque import call, program_of, text_of
 from codalang.torch.program_step import Setting, Wanted
 from codalang.torch.results import packer
-from codalang.torch.signature import ELEMENTS, Value, key
-from codalang.torch.transforms import refuse_transforms
-
-_REMEMBERED_CALLS = 1024
+from codalang.torch.signature import ELEMENTS, Value
 
 
 class ProgramFunction:
@@ -50,7 +48,7 @@ class ProgramFunction:
             for i, p in enumerate(program.params)
             if not p.type.shape and p.name in program.results
         )
-        self._calls: dict[object, tuple[Binding, Shaped]] = {}
+        self._calls = Checked(self._check)
 
     def __call__(self, /, *args: Value, **named: Value) -> Any:
         """Bind, check, run; one tensor, or a named tuple."""
@@ -63,38 +61,19 @@ class ProgramFunction:
 
     def call_bound(self, values: list[Any]) -> Sequence[Tensor]:
         """The results, for values in the order of the parameters."""
-        refuse_transforms(values)
         if self._returned_scalars:
             numbers = [i for i, elements in self._returned_scalars if elements.number(values[i])]
             values = self._as_tensors(values, numbers)
-        binding, shaped = self._shaped(values)
-        for slot in binding.moved:
-            values[slot] = values[slot].to(binding.device)
-        return invoke(shaped, values)
+        return self._calls.run(values, _autocast_dtype(values) if torch._C._is_any_autocast_enabled() else None)
 
-    def _shaped(self, values: list[Any]) -> tuple[Binding, Shaped]:
-        autocast = _autocast_dtype(values) if torch._C._is_any_autocast_enabled() else None
-        if opaque.is_traced():  # sizes may be symbols, which are no keys
-            return self._make(values, autocast)
-        try:
-            seen = (key(values), autocast)
-        except RuntimeError:  # a tensor without a shape: `check` says which
-            return self._make(values, autocast)
-        found = self._calls.get(seen)
-        if found is None:
-            if len(self._calls) >= _REMEMBERED_CALLS:
-                self._calls.clear()
-            found = self._calls[seen] = self._make(values, autocast)
-        return found
-
-    def _make(self, values: list[Any], autocast: torch.dtype | None) -> tuple[Binding, Shaped]:
+    def _check(self, values: list[Any], autocast: torch.dtype | None) -> tuple[Binding, Run]:
         binding = check(self.program, values)
         types = self._operator.types
         wanted = [Wanted(name, shape=binding.shape(types[name])) for name in self.program.results]
         setting = Setting(
             binding.sizes, binding.shapes, binding.flat, binding.dtypes, binding.compute, binding.device, autocast
         )
-        return binding, Shaped(self._operator, setting, wanted)
+        return binding, functools.partial(invoke, Shaped(self._operator, setting, wanted))
 
     def _call_traced(self, values: list[Any]) -> Sequence[Tensor]:
         for param, value in zip(self.program.params, values, strict=True):
