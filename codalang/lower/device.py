@@ -135,35 +135,33 @@ def _float(a: Any) -> Any:
     return choose(a, Float32(1.0), Float32(0.0)) if isinstance(a, Boolean) else a.to(Float32)
 
 
-# pi/2 in three parts of f32, so that k * part is exact for k to 2^17: Cody and Waite's reduction
-_HALF_PI = (1.5703125, 4.837512969970703e-4, 7.549789948768648e-8)
+# pi in three parts of f32, so that k * part is exact for k to 2^17: Cody and Waite's reduction
+_PI = (3.140625, 9.675025939941406e-4, 1.5099579897537296e-7)
+# (sin(r) / r - 1) / r^2 to 2^-27 of sin(r), and (cos(r) - 1) / r^2 to 2^-24 of cos(r), by powers of r^2, for r in
+# [-pi/2, pi/2]
+_SINE_OF_HALF = (-1.66666567e-1, 8.33301712e-3, -1.98065885e-4, 2.59999410e-6)
+_COSINE_OF_HALF = (-4.99999315e-1, 4.16639857e-2, -1.38559018e-3, 2.31937629e-5)
 
 
-def _quarter_turn(x: Any) -> tuple[Any, Any]:
-    """The nearest multiple of pi/2, as an integer, and what remains of x, in [-pi/4, pi/4]."""
-    turns = cute.math.roundeven(x * (2.0 / host_math.pi))
+def _half_turn(x: Any) -> tuple[Any, Any]:
+    """What remains of x beside multiples of pi, in [-pi/2, pi/2], and the sign that they give its sine and cosine."""
+    turns = cute.math.roundeven(x * (1.0 / host_math.pi))
     rest = x
-    for part in _HALF_PI:
+    for part in _PI:
         rest = cute.math.fma(-turns, Float32(part), rest)
-    return turns.to(Int32), rest
-
-
-def _sine_of(turns: Any, rest: Any) -> Any:
-    square = rest * rest
-    sine = rest + rest * square * (-1 / 6 + square * (1 / 120 + square * (-1 / 5040 + square * (1 / 362880))))
-    cosine = 1.0 + square * (-0.5 + square * (1 / 24 + square * (-1 / 720 + square * (1 / 40320))))
-    magnitude = choose((turns & 1) == 0, sine, cosine)
-    return choose((turns & 2) == 0, magnitude, -magnitude)
+    return rest, choose((turns.to(Int32) & 1) == 0, Float32(1.0), Float32(-1.0))
 
 
 def _sin(x: Any) -> Any:
-    turns, rest = _quarter_turn(x)
-    return _sine_of(turns, rest)
+    rest, sign = _half_turn(x)
+    square, signed = rest * rest, rest * sign
+    return cute.math.fma(signed * square, _polynomial(square, _SINE_OF_HALF), signed)
 
 
 def _cos(x: Any) -> Any:
-    turns, rest = _quarter_turn(x)
-    return _sine_of(turns + 1, rest)
+    rest, sign = _half_turn(x)
+    square = rest * rest
+    return cute.math.fma(sign * square, _polynomial(square, _COSINE_OF_HALF), sign)
 
 
 def _power(x: Any, exponent: float) -> Any:
