@@ -100,32 +100,47 @@ def fake_liger() -> types.SimpleNamespace:
 
 
 def fake_quack() -> types.SimpleNamespace:
-    def gemm_rms(A, B, C, norm_weight, premult_out, eps, tuned):
-        wide = (A @ B).float() + C.float()
-        premult_out.copy_(wide)
-        return (wide * norm_weight).to(A.dtype), torch.rsqrt(wide.square().mean(-1) + eps)
+    return types.SimpleNamespace(gemm=lambda A, B, tuned: A @ B)
 
-    def gemm_norm_act(A, B, rstd, activation, store_preact, tuned):
-        assert (activation, store_preact) == ("swiglu", True)
-        pre = ((A @ B).float() * rstd[:, None]).to(A.dtype)
-        return pre, swiglu(pre)
 
-    def gemm_dgated(A, B, pre, activation, tuned):
+def fake_quack_epilogues() -> types.SimpleNamespace:
+    def rms_partial(A, B, C, *, store_d, weight):
+        x = (A @ B).float() + C.float()
+        return {"D": (x * weight).to(A.dtype), "resid_out": x.to(A.dtype), "sqsum": x.square().sum(-1)}
+
+    def rstd_swiglu(A, B, C, *, store_d, rstd):
+        acc = (A @ B).float()
+        return {"D": acc.to(A.dtype), "postact": swiglu((acc * rstd[:, None]).to(A.dtype))}
+
+    def rope(A, B, C, *, store_d, table):
+        (first, second), (cos, sin) = (t.float().unflatten(-1, (-1, 2)).unbind(-1) for t in (A @ B, table))
+        turned = torch.stack([first * cos - second * sin, first * sin + second * cos], -1)
+        return {"D": turned.flatten(-2).to(A.dtype)}
+
+    def lse_target(A, B, C, *, store_d, target):
+        assert not store_d
+        logits = (A @ B).float()
+        return {"lse": torch.logsumexp(logits, -1), "target_logit": logits.gather(-1, target[:, None])[:, 0]}
+
+    def rms_backward(A, B, C, *, store_d, y, w, corr):
+        acc = (A @ B).float()
+        return {"D": (acc * w + C + y * corr[:, None]).to(A.dtype), "dw": (acc * y).sum(0)}
+
+    def dswiglu(A, B, C, *, store_d, rstd):
         with torch.enable_grad():
-            leaf = pre.clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(swiglu(leaf), leaf, A @ B)
-        return gradient, swiglu(pre)
+            leaf, r = C.float().requires_grad_(), rstd.clone().requires_grad_()
+            y = swiglu(leaf * r[:, None])
+            d_pre, d_r = torch.autograd.grad(y, (leaf, r), (A @ B).float())
+        return {"D": d_pre.to(A.dtype), "postact": y.detach().to(A.dtype), "dsum": d_r}
 
     return types.SimpleNamespace(
-        gemm=lambda A, B, tuned: A @ B, gemm_rms=gemm_rms, gemm_norm_act=gemm_norm_act, gemm_dgated=gemm_dgated
+        rms_partial_epi=rms_partial,
+        rstd_swiglu_preact_epi=rstd_swiglu,
+        rope_epi=rope,
+        lse_target_epi=lse_target,
+        rms_bwd_apply_epi=rms_backward,
+        dswiglu_rstd_preact_mod=dswiglu,
     )
-
-
-def fake_quack_loss() -> types.SimpleNamespace:
-    def linear_cross_entropy(x, weight, bias, target, reduction):
-        return torch.nn.functional.cross_entropy((x @ weight.t()).float(), target, reduction=reduction)
-
-    return types.SimpleNamespace(linear_cross_entropy_func=linear_cross_entropy)
 
 
 def fake_coda() -> types.SimpleNamespace:
@@ -188,9 +203,11 @@ COMPARED = {
     ("liger", "logsumexp"): {"loss"},
     ("quack", "gemm_down_nt"): {"y"},
     ("quack", "residual_rms"): {"x", "h", "ss"},
-    ("quack", "swiglu"): {"y"},
-    ("quack", "logsumexp"): {"loss"},
-    ("quack", "swiglu_backward"): {"y"},
+    ("quack", "swiglu"): {"y", "saved_acc"},
+    ("quack", "rope"): {"y"},
+    ("quack", "logsumexp"): {"lse", "logit"},
+    ("quack", "norm_backward"): {"d_acc", "d_gamma"},
+    ("quack", "swiglu_backward"): {"d_acc", "d_r", "y"},
     ("coda", "gemm_down_nt"): {"y"},
     ("coda", "residual_rms"): {"x", "ss"},
     ("coda", "swiglu"): {"y"},
@@ -201,7 +218,7 @@ COMPARED = {
 }
 
 
-MODULES = {**LIBRARIES, "quack's losses": ("quack.linear_cross_entropy", fake_quack_loss)}
+MODULES = {**LIBRARIES, "quack's epilogues": ("quack.epilogue.library", fake_quack_epilogues)}
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *modules: tuple[str, Callable[[], types.SimpleNamespace]]) -> None:
@@ -228,7 +245,7 @@ def test_other_libraries_are_called_as_they_say(library: str, name: str, monkeyp
 def test_a_library_that_is_not_there_or_differs_is_skipped_with_a_word(
     library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workload = tiny("residual_rms")
+    workload = tiny("gemm_down_tn" if library == "quack" else "residual_rms")
     make, operands = implementations.implementations()[library], make_operands(workload, "cpu")
     monkeypatch.setitem(sys.modules, LIBRARIES[library][0], None)
     with pytest.raises(Skipped, match="cannot be imported"):

@@ -3,8 +3,8 @@
 | name  | package      | what of it                                                                              |
 |-------|--------------|-----------------------------------------------------------------------------------------|
 | liger | liger-kernel | kernels of its own after torch.matmul                                                   |
-| quack | quack-kernels | GEMMs with fused epilogues, autotuned at the first call                                |
-| coda  | coda-kernels | GEMMs with fused epilogues, autotuned at the first call                                 |
+| quack | quack-kernels | GEMMs with fused epilogues, autotuned at the first call; 0.6.5                         |
+| coda  | coda-kernels | GEMMs with fused epilogues, autotuned at the first call; it needs quack-kernels 0.6.1   |
 
 Where a library has no row scale, A's rows are scaled ahead, which gives the same results at no cost to it.
 
@@ -25,6 +25,7 @@ from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -209,54 +210,61 @@ def _quack_gemm(library: ModuleType, workload: Workload, a: Tensor, b: Tensor, i
     return Way(lambda: {"y": function(a, b.t(), tuned=True)})
 
 
-def _quack_residual_rms(library: ModuleType, workload: Workload, a: Tensor, b: Tensor, inputs: Inputs) -> Way:
-    function, res, gamma = library.gemm_rms, inputs["res"], inputs["gamma"]
+@attrs.frozen
+class Fused:
+    """An epilogue of QuACK's library (`quack.epilogue.library`, since 0.6.5) that does what a workload does.
+
+    Attributes:
+        name: of the epilogue.
+        c: the input that it adds, or reads beside the accumulator.
+        operands: its parameters -> inputs.
+        results: our results -> its.
+    """
+
+    name: str
+    c: str | None
+    operands: dict[str, str]
+    results: dict[str, str]
+
+
+FUSED = {
+    "residual_rms": Fused("rms_partial_epi", "res", {"weight": "gamma"}, {"x": "resid_out", "h": "D", "ss": "sqsum"}),
+    "swiglu": Fused("rstd_swiglu_preact_epi", None, {"rstd": "r"}, {"y": "postact", "saved_acc": "D"}),
+    "rope": Fused("rope_epi", None, {"table": "table"}, {"y": "D"}),
+    "logsumexp": Fused("lse_target_epi", None, {"target": "target"}, {"lse": "lse", "logit": "target_logit"}),
+    "norm_backward": Fused(
+        "rms_bwd_apply_epi", "d_x", {"y": "x", "w": "gamma", "corr": "factor"}, {"d_acc": "D", "d_gamma": "dw"}
+    ),
+    "swiglu_backward": Fused(
+        "dswiglu_rstd_preact_mod", "saved_acc", {"rstd": "r"}, {"d_acc": "D", "d_r": "dsum", "y": "postact"}
+    ),
+}
+
+
+def _quack_fused(library: ModuleType, workload: Workload, a: Tensor, b: Tensor, inputs: Inputs) -> Way:
+    fused, tables = FUSED[workload.pattern.name], dict(inputs)
+    function = getattr(imported("quack.epilogue.library", "QuACK"), fused.name)
+    if "d_ss" in inputs:
+        tables["factor"] = 2 * inputs["d_ss"]
+    if "frequency" in inputs:  # a tile, which takes the row scale, too
+        angle = inputs["position"].double()[:, None] * inputs["frequency"].double()
+        turned = torch.stack([angle.cos(), angle.sin()], -1).flatten(-2)
+        tables["table"] = (turned * inputs["r"][:, None]).to(a.dtype)
+    c = tables[fused.c] if fused.c else None
+    operands = {name: tables[ours] for name, ours in fused.operands.items()}
+    stored = "D" in fused.results.values()
 
     def call() -> Results:
-        x = torch.empty_like(res)
-        h, rstd = function(a, b.t(), C=res, norm_weight=gamma, premult_out=x, eps=0.0, tuned=True)
-        return {"x": x, "h": h, "rstd": rstd}
+        results: dict[str, Tensor] = function(a, b.t(), c, store_d=stored, **operands)
+        return results
 
     def restore(results: Results) -> Results:
-        ss = results["x"].shape[1] / results["rstd"].float().square()
-        return {"x": results["x"], "h": results["h"], "ss": ss}
+        return {ours: results[name] for ours, name in fused.results.items()}
 
-    return Way(call, restore)
-
-
-def _quack_swiglu(library: ModuleType, workload: Workload, a: Tensor, b: Tensor, inputs: Inputs) -> Way:
-    function, r = library.gemm_norm_act, inputs["r"]
-
-    def call() -> Results:
-        scaled, y = function(a, b.t(), rstd=r, activation="swiglu", store_preact=True, tuned=True)
-        return {"scaled": scaled, "y": y}
-
-    return Way(call, lambda results: {"y": results["y"]})
+    return Way(call, restore, "reads cosines and sines of each element" if "table" in operands else "")
 
 
-def _quack_logsumexp(library: ModuleType, workload: Workload, a: Tensor, b: Tensor, inputs: Inputs) -> Way:
-    function = imported("quack.linear_cross_entropy", "QuACK").linear_cross_entropy_func
-    target = inputs["target"]
-    return Way(lambda: {"loss": function(a, b, None, target, reduction="none")}, note="the loss; logits stored")
-
-
-def _quack_swiglu_backward(library: ModuleType, workload: Workload, a: Tensor, b: Tensor, inputs: Inputs) -> Way:
-    function, pre = library.gemm_dgated, _scaled(inputs["saved_acc"], inputs["r"])
-
-    def call() -> Results:
-        d_scaled, y = function(a, b.t(), pre, activation="swiglu", tuned=True)[:2]
-        return {"d_scaled": d_scaled, "y": y}
-
-    return Way(call, lambda results: {"y": results["y"]}, "without the row scale and the row statistic")
-
-
-QUACK: dict[str, Adapter] = {
-    "gemm": _quack_gemm,
-    "residual_rms": _quack_residual_rms,
-    "swiglu": _quack_swiglu,
-    "logsumexp": _quack_logsumexp,
-    "swiglu_backward": _quack_swiglu_backward,
-}
+QUACK: dict[str, Adapter] = {"gemm": _quack_gemm, **dict.fromkeys(FUSED, _quack_fused)}
 
 # ---- CODA ------------------------------------------------------------------------------------------------------------
 
