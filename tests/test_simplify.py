@@ -229,10 +229,10 @@ def test_simplify_takes_linear_time() -> None:
             value = b.op("add", b.op("neg", b.op("neg", value)), b.op("mul", x, b.const(float(i % 7))))
         b.store("y", value, tile())
         e = b.finish()
-        start = time.perf_counter()
+        start = time.process_time()
         simplify(e)
         verify(e)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     seconds(100)
     assert seconds(24_000) < 30 * seconds(3_000) + 0.1
