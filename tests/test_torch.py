@@ -676,7 +676,13 @@ def test_gradients_of_random_programs(epilogue, extents, seed, data):
     floats = [name for name, value in inputs.items() if value.is_floating_point()]
     leaves = dict(inputs)
     leaves |= {n: inputs[n].requires_grad_(data.draw(st.booleans(), label=f"{n} requires grad")) for n in floats}
-    outputs = _outputs(function.hosted(**leaves, extents=extents[: len(epilogue.dims)]))
+    first = epilogue.accumulator
+    if first is not None and data.draw(st.booleans(), label="on a GEMM"):  # by the identity
+        rest = {name: value for name, value in leaves.items() if name != first.name}
+        eye = torch.eye(inputs[first.name].shape[1], dtype=torch.float64)
+        outputs = _outputs(function(leaves[first.name], eye, **rest))
+    else:
+        outputs = _outputs(function.hosted(**leaves, extents=extents[: len(epilogue.dims)]))
     by_name = {o.name: t for o, t in zip(epilogue.outputs, outputs, strict=True) if t.requires_grad}
     used = [name for name in by_name if data.draw(st.booleans(), label=f"{name} is used")]
     wanted = [n for n, v in leaves.items() if v.requires_grad and data.draw(st.booleans(), label=f"d_{n} is wanted")]
@@ -999,6 +1005,21 @@ def test_torch_export():
     for longer in (x, torch.randn(2, 5, 8)):
         assert torch.equal(torch.export.load(buffer).module()(longer), layer(longer))
         buffer.seek(0)
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_torch_compile_of_any_number_of_rows(dynamic):
+    """One row and none, too, where sizes are symbols."""
+    torch._dynamo.reset()
+    f = codalang.load("epilogue f(acc: tile[M, N], r: col[M]) { store y: tile[M, N] = acc * r }").f
+    compiled = torch.compile(f, backend="aot_eager", dynamic=dynamic, fullgraph=True)
+    w = torch.randn(6, 4, requires_grad=True)
+    for rows in (3, 5, 1, 0):
+        a, r = torch.randn(rows, 4), torch.randn(rows)
+        found, expected = (g(a, w, r) for g in (compiled, f))
+        assert torch.equal(found, expected)
+        ours, theirs = (torch.autograd.grad(y.sin().sum(), w)[0] for y in (found, expected))
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -169,10 +169,13 @@ def _common_device(epilogue: Epilogue, inputs: Mapping[str, Tensor | float]) -> 
 def _bind_extents(
     epilogue: Epilogue, tensors: Mapping[str, Tensor], given: tuple[int, ...] | None
 ) -> tuple[int, int, int]:
-    """(M, N, samples) as all inputs and `given` agree.  Raises CodaCallError naming both sides of a disagreement."""
-    m, n, b = [*(_Extent(size, "extents") for size in given or ()), None, None, None][:3]
+    """(M, N, samples) as all inputs and `given` agree.  Raises CodaCallError naming both sides of a disagreement.
+
+    They are numbers, where sizes are a compiler's symbols, too.
+    """
+    m, n, b = [*(_Extent(int(size), "extents") for size in given or ()), None, None, None][:3]
     for param in epilogue.params:
-        shape = tensors[param.name].shape
+        shape = tuple(map(int, tensors[param.name].shape))
         if param.type.kind is Kind.ROWS:
             b = _agree(epilogue, param, 2, b, shape[0], Fraction(1))
         elif param.type.kind.has_rows:
