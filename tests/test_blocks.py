@@ -25,7 +25,7 @@ from codalang.ir.fold import REDUCTION_FUNCTIONS, folded
 from codalang.ir.states import StateDef
 from codalang.ir.types import Dtype
 from codalang.lower import blocks, plan, registers, waiting
-from codalang.lower.body import Fold
+from codalang.lower.body import Block, Fold
 from codalang.lower.codegen import generate
 from codalang.lower.compile import compile_object
 from codalang.lower.registers import finalize, merge
@@ -88,6 +88,8 @@ epilogue picks(acc: tile[M, N], r: col[M]: i32) {
     reduce logit: col[M] = sum(where(col_index() == r, acc, 0))
     reduce highest: col[M] = max(where(r == col_index(), acc, -inf))
     reduce lowest: col[M] = min(where(col_index() == r, acc * 2, inf))
+    reduce total: col[M] = sum(acc)
+    reduce least: col[M] = min(acc)
 }""",
     "halves": """
 epilogue halves(acc: tile[M, 2*N], r: col[M]: i32) {
@@ -113,14 +115,17 @@ def emulated_partials(spec: KernelSpec) -> tuple[types.ModuleType | Any, tuple[A
     """The generated class on tensors, and its partials."""
     neutral = {"sum": ("add", 0.0), "max": ("max", -INF), "min": ("min", INF)}
 
-    def reduction(op: str, start: float) -> Fold:
+    def same(a: Any) -> tuple[Any, ...]:
+        return (a,)
+
+    def reduction(how: str, op: str, start: float) -> Fold:
         def step(a: Any, b: Any) -> tuple[Any, ...]:
             return (_lift(op)(a, b),)
 
-        return Fold((start,), ("f32",), step, step, lambda a: (a,), ("f32",))
+        return Fold((start,), ("f32",), step, step, same, ("f32",), Block(((how, same),), same))
 
     device = _emulated_device()
-    device.REDUCTIONS = {how: reduction(*found) for how, found in neutral.items()}
+    device.REDUCTIONS = {how: reduction(how, *found) for how, found in neutral.items()}
     scope: dict[str, Any] = {"device": device}
     exec(compile(generate(spec).replace("from codalang.lower import device\n", ""), "generated", "exec"), scope)
     return scope["Epilogue"], scope["Epilogue"].PARTIALS
@@ -206,7 +211,7 @@ def carried_of_rows(spec: KernelSpec, acc: Tensor, r: Tensor | None, subtile: in
                         assert partials[index].waits
                         broadcast = [registers.broadcast(v, count) for v in values]
                         held.add((index, (0, half)), start + 8 * eight, zip(*broadcast, strict=True))
-            for (index, (_, half)), part in held.folded().items():
+            for (index, (_, half)), part in held.folded(0).items():
                 fold = partials[index].fold
                 if not in_row:
                     part = registers.fold_lanes(fold, part, (1, 2))
@@ -270,12 +275,21 @@ def test_what_is_no_pick(value: str) -> None:
     assert blocks.picked(epilogue, epilogue.outputs[0]) is None
 
 
-def test_where_nothing_else_is_left_of_a_tile_a_block_is_all_of_it() -> None:
-    one = spec_of(
-        parse("epilogue e(acc: tile[M, N]) { state s: col[M] = online_logsumexp(acc) }").epilogues["e"], ON_GEMM
-    )
-    assert plan.choose(one, 8192, 128256, 4096).subtile == plan.choose(one, 8192, 128256, 4096).tile[1]
-    assert plan.choose(spec_of(of("states"), ON_GEMM), 8192, 128256, 4096).subtile == 32  # three values would wait
+@pytest.mark.parametrize(
+    ("text", "is_whole"),
+    [
+        ("state s: col[M] = online_logsumexp(acc)", True),
+        ("let x = acc + b\n store x: tile[M, N]\n state (m, v): col[M] = welford(x)\n reduce t: col[M] = sum(x)", True),
+        ("state (v, i): col[M] = argmax(acc, col_index())", True),
+        ("state s: col[M] = online_logsumexp(acc)\n state t: col[M] = online_logsumexp(acc + b)", False),
+        ("state s: col[M] = online_logsumexp(join(acc, acc))", False),
+        ("reduce s: col[M] = sum(acc)", False),  # nothing waits
+    ],
+)
+def test_one_value_waits_in_the_place_of_the_accumulator(text: str, is_whole: bool) -> None:
+    epilogue = parse(f"epilogue e(acc: tile[M, N], b: tile[M, N]) {{ {text} }}").epilogues["e"]
+    assert blocks.takes_whole_tiles(epilogue) == is_whole
+    assert f"WHOLE_TILES = {is_whole} " in generate(spec_of(epilogue, ON_GEMM))
 
 
 def test_an_element_of_a_logsumexp_takes_one_exponential_and_no_mask(tmp_path: Path) -> None:

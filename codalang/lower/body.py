@@ -102,18 +102,14 @@ class Fold:
 @attrs.frozen
 class Partial:
     """A reduction: its outputs' names, the kind of the result (col, row, rows, scalar), the domain's width, and the
-    fold; picks: what is given is (x, r), and x is reduced in column r alone."""
+    fold.  waits: it is made by blocks; picks: what is given is (x, r), and x is reduced in column r alone."""
 
     names: tuple[str, ...]
     kind: str
     width: Fraction
     fold: Fold
+    waits: bool = False
     picks: bool = False
-
-    @property
-    def waits(self) -> bool:
-        """A GEMM's epilogue folds it a block at a time; see `blocks`."""
-        return self.kind == "col" and (self.picks or self.fold.block is not None)
 
     @property
     def registers(self) -> int:

@@ -28,7 +28,7 @@ from codalang.ir.epilogue import Epilogue, Node, State
 from codalang.ir.ops import OPS
 from codalang.ir.states import Function, StateDef
 from codalang.lower.accuracy import ACCURACY
-from codalang.lower.blocks import picked, taken
+from codalang.lower.blocks import picked, taken, takes_whole_tiles, waits
 from codalang.lower.body import HOST_OPS
 from codalang.lower.factor import factored
 from codalang.lower.spec import KernelSpec, base_width, folds, loaded_params, relative_width
@@ -70,6 +70,7 @@ def generate(spec: KernelSpec) -> str:
         "class Epilogue:",
         f'    NAME = "{epilogue.name}"',
         f"    UNIT = {unit(epilogue)}  # accumulator columns that `apply` must see together",
+        f"    WHOLE_TILES = {takes_whole_tiles(epilogue)}  # what waits is folded at the end of a tile",
         "    INPUTS = (",
         *[f"        {_input(spec, i)}," for i in range(len(spec.inputs))],
         "    )",
@@ -113,8 +114,9 @@ def _partial(epilogue: Epilogue, states: dict[StateDef, str], group: tuple, on_g
     first = group[0]
     fold = states[first.definition] if isinstance(first, State) else f'device.REDUCTIONS["{first.how}"]'
     names = tuple(output.name for output in group)
-    picks = ", picks=True" if on_gemm and picked(epilogue, first) else ""
-    return f"Partial({names!r}, {first.type.kind.value!r}, {relative_width(epilogue, first)!r}, {fold}{picks})"
+    flags = ", waits=True" if on_gemm and waits(epilogue, first) else ""
+    flags += ", picks=True" if flags and picked(epilogue, first) else ""
+    return f"Partial({names!r}, {first.type.kind.value!r}, {relative_width(epilogue, first)!r}, {fold}{flags})"
 
 
 def _op_lines(nodes: Iterable[Node], precise: bool) -> list[str]:

@@ -30,7 +30,7 @@ from cutlass import BFloat16, Boolean, Float16, Float32, Int32, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, and_, not_, or_, select_
 
-from codalang.lower.body import Fold
+from codalang.lower.body import Block, Fold
 
 Registers = tuple[Any, ...]
 
@@ -320,15 +320,16 @@ def combine(name: str, registers: Registers, exchange: Callable[[Any, int], Any]
     return total
 
 
-def _reduction(name: str, initial: float) -> Fold:
-    function = apply_op(name)
+def _reduction(how: str, op: str, initial: float) -> Fold:
+    function = apply_op(op)
     step = lambda a, b: (function(a, b),)  # noqa: E731
-    return Fold((initial,), ("f32",), step, step, lambda a: (a,), ("f32",))
+    same = lambda a: (a,)  # noqa: E731
+    return Fold((initial,), ("f32",), step, step, same, ("f32",), Block(((how, same),), same))
 
 
 # The folds of `reduce`.
 REDUCTIONS = {
-    "sum": _reduction("add", 0.0),
-    "max": _reduction("max", -host_math.inf),
-    "min": _reduction("min", host_math.inf),
+    "sum": _reduction("sum", "add", 0.0),
+    "max": _reduction("max", "max", -host_math.inf),
+    "min": _reduction("min", "min", host_math.inf),
 }

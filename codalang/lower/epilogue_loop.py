@@ -238,7 +238,8 @@ class EpilogueLoop:
                 self._request(step + config.load_stages, tile_m, tile_n)
             if self.stores:
                 self._send(step, tile_m, tile_n)
-            sums.end_block()
+            if not self.body.WHOLE_TILES:
+                sums.end_block(block)
             sums.end_slab(subtile, block)
             if block == kernel.row_blocks - 1:
                 sums.end_subtile(subtile)
@@ -466,8 +467,8 @@ class TileSums:
         # col: one per row of the lane; row, rows: one per eight columns and register; scalar: one
         self.carried: list[dict[Any, tuple]] = [{} for _ in self.partials]
         columns = loop.n - tile_n * self.kernel.tile_n
-        # a block that is all of the tile's columns is folded over the row's lanes, too
-        lanes = SAME_ROW if self.kernel.subtiles == 1 else ()
+        # what is all of a tile's columns is folded over the row's lanes, too
+        lanes = SAME_ROW if loop.body.WHOLE_TILES else ()
         self.waiting = Waiting(self.partials, columns, self.kernel.tile_n, loop.lane % 4, tile_n, lanes)
 
     def add(self, index: int, values: tuple[Registers, ...], place: Place) -> None:
@@ -520,9 +521,9 @@ class TileSums:
             if partial.kind == "row":
                 self._write_columns(index, subtile, functools.partial(self._leave, index))
 
-    def end_block(self) -> None:
-        """Fold what waits."""
-        for (index, key), part in self.waiting.folded().items():
+    def end_block(self, block: int) -> None:
+        """Fold what waits of a block of rows."""
+        for (index, key), part in self.waiting.folded(block).items():
             before = self.carried[index].get(key)
             self.carried[index][key] = part if before is None else merge(self.partials[index].fold, before, part)
 
@@ -581,6 +582,8 @@ class TileSums:
 
     def end_tile(self) -> None:
         """Write one partial per tile."""
+        for block in range(self.kernel.row_blocks):
+            self.end_block(block)
         for index, partial in enumerate(self.partials):
             if partial.kind == "col":
                 self._write_col(index)

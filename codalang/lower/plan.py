@@ -21,7 +21,7 @@ import attrs
 from codalang.errors import CodaUnsupportedError
 from codalang.ir.epilogue import Epilogue, Reduce, State
 from codalang.ir.types import Kind
-from codalang.lower.blocks import waiting
+from codalang.lower.blocks import takes_whole_tiles, waiting
 from codalang.lower.codegen import unit
 from codalang.lower.spec import DTYPE_BYTES, SLAB_ROWS, Config, KernelSpec, foldings_fit, folds, relative_width
 
@@ -139,8 +139,7 @@ def _configurations(spec: KernelSpec, tiling: Tiling, most_registers: int = CONS
     narrow = unit(spec.epilogue)
     if not foldings_fit(spec, tiling.tile, tiling.cluster):
         return
-    whole = ((tiling.tile[1], 0, 0),) if _takes_whole_tiles(spec) else ()
-    for subtile, loads, stores in (*whole, *SLABS):
+    for subtile, loads, stores in SLABS:
         subtile = max(subtile, narrow)
         if tiling.tile[1] % subtile:
             continue
@@ -154,14 +153,6 @@ def _configurations(spec: KernelSpec, tiling: Tiling, most_registers: int = CONS
         if stages >= tiling.least_stages or (stages >= 2 and is_last):
             yield attrs.evolve(config, stages=stages)
             return
-
-
-def _takes_whole_tiles(spec: KernelSpec) -> bool:
-    """Where nothing but reductions over n is left of a tile, and one value waits for its end, in the accumulator's
-    place, a sub-tile is all of it: a state is merged once."""
-    moves = any(p.type.kind is Kind.TILE for p, _ in spec.inputs) or bool(spec.stores)
-    by_columns = any(group[0].type.kind in (Kind.ROW, Kind.ROWS) for group in folds(spec.epilogue))
-    return not moves and not by_columns and len(waiting(spec.epilogue)) == 1
 
 
 def hosted_run(aligned: bool) -> int:
@@ -207,7 +198,7 @@ def registers(spec: KernelSpec, config: Config) -> int:
     per_sample = [(relative_width(spec.epilogue, p), dtype) for p, dtype in spec.inputs if p.type.kind is Kind.ROWS]
     cols += rows * bool(per_sample)
     cols += sum(2 + int(width * (8 if DTYPE_BYTES[dtype] == 2 else 16)) for width, dtype in per_sample)
-    waits = len(waiting(spec.epilogue)) * columns * 2 if config.subtile < config.tile[1] else 0
+    waits = 0 if takes_whole_tiles(spec.epilogue) else len(waiting(spec.epilogue)) * columns * 2
     epilogue = carried + waits + unit(spec.epilogue) // 4 + _temporaries(spec.epilogue)
     mainloop = accumulator * spec.epilogue.precise + TEMPORARY_REGISTERS
     return accumulator + cols + max(epilogue, mainloop)

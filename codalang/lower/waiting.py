@@ -47,10 +47,11 @@ class Waiting:
         count = self.partials[key[0]].registers
         self.elements.setdefault(key, []).extend((first * count // 2 + i, c) for i, c in enumerate(columns))
 
-    def folded(self) -> dict[Key, tuple]:
-        """What each partial carries of each row's block; nothing waits any more."""
-        picks = [key for key in self.elements if self.partials[key[0]].picks]
-        others = [key for key in self.elements if key not in picks]
+    def folded(self, block: int) -> dict[Key, tuple]:
+        """What each partial carries of what waits of a block of rows, row by row; it waits no more."""
+        keys = [key for key in self.elements if key[1][0] == block]
+        picks = [key for key in keys if self.partials[key[0]].picks]
+        others = [key for key in keys if key not in picks]
         found: dict[Key, tuple] = {}
         if others:
             is_cut = self.columns < self.tile_n
@@ -61,7 +62,8 @@ class Waiting:
             at = {key: self._picked(key) for key in picks}
             is_met = cute.arch.vote_any_sync(_any(place >= 0 for place in at.values()))
             found |= self._branched(picks, is_met, lambda key: self._pick(key, at[key]), lambda key: self._start(key))
-        self.elements.clear()
+        for key in keys:
+            del self.elements[key]
         return found
 
     def _branched(
