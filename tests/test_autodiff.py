@@ -1125,7 +1125,7 @@ def test_equal_gradients_of_other_dtypes_are_not_shared() -> None:
 
 
 @pytest.mark.parametrize("argument", ["wrt", "cotangents"])
-@pytest.mark.parametrize("value", [["nothing"], "acc", "y"])
+@pytest.mark.parametrize("value", [["nothing"], "acc", "y", 3, iter(["acc"]), [None]])
 def test_unknown_names(argument: str, value: object) -> None:
     with pytest.raises(CodaCallError, match=f"`{argument}` of `swiglu` must be a collection of names") as info:
         derive(standard("swiglu"), **{argument: value})

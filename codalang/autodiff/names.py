@@ -39,11 +39,10 @@ def chosen(derived: str, argument: str, names: Collection[str] | None, known: Se
     """
     if names is None:
         return list(known)
-    for name in [names] if isinstance(names, str) else names:
-        if name not in known or isinstance(names, str):
-            raise CodaCallError(
-                f"`{argument}` of `{derived}` must be a collection of names out of {', '.join(known) or 'none'}; "
-                f"got {names!r}",
-                argument=argument,
-            )
+    if not isinstance(names, Collection) or isinstance(names, str) or not all(name in known for name in names):
+        raise CodaCallError(
+            f"`{argument}` of `{derived}` must be a collection of names out of {', '.join(known) or 'none'}; "
+            f"got {names!r}",
+            argument=argument,
+        )
     return [name for name in known if name in names]
