@@ -494,7 +494,7 @@ def _differentiable_backward(
         if tensor._version != version:
             raise RuntimeError(
                 f"`{tape.operator.program.params[slot].name}` was modified by an inplace operation, and the derivative "
-                f"of the derivative of `{tape.operator.program.name}` needs it"
+                "of the derivative needs it"
             )
         arguments[slot] = tensor
     views = [(cotangents[i], tape.view("cotangent", i)) for i in step.cotangents]
