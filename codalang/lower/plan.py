@@ -13,6 +13,7 @@ visible part of the tile's time, smaller tiles where there are too few large one
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from fractions import Fraction
 
@@ -118,6 +119,7 @@ def _cycles(spec: KernelSpec, tiling: Tiling, config: Config, m: int, n: int, k:
     return waves * (mainloop + exposed + start)
 
 
+@functools.lru_cache(maxsize=1024)
 def _epilogue_cycles(spec: KernelSpec) -> float:
     """Cycles of the epilogue of a 128x256 tile, were nothing else running."""
     loads, stores = _slab_widths(spec)
@@ -132,8 +134,13 @@ def _epilogue_cycles(spec: KernelSpec) -> float:
 SLABS = ((32, 2, 2), (32, 2, 1), (32, 1, 1), (16, 2, 2), (16, 1, 1))
 
 
-def _configurations(spec: KernelSpec, tiling: Tiling, most_registers: int = CONSUMER_REGISTERS) -> Iterator[Config]:
+@functools.lru_cache(maxsize=4096)  # a new shape asks again
+def _configurations(spec: KernelSpec, tiling: Tiling, most_registers: int = CONSUMER_REGISTERS) -> tuple[Config, ...]:
     """The best division of shared memory for a tiling, if any: stages of the ring come first, then slabs."""
+    return tuple(_divisions(spec, tiling, most_registers))
+
+
+def _divisions(spec: KernelSpec, tiling: Tiling, most_registers: int) -> Iterator[Config]:
     has_loads = any(p.type.kind is Kind.TILE for p, _ in spec.inputs)
     has_stores = bool(spec.stores)
     narrow = unit(spec.epilogue)

@@ -11,6 +11,7 @@ and the time in which HBM gives the operands, of which the shorter is hidden by 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 
@@ -102,6 +103,7 @@ def _loaded_rows(spec: KernelSpec, config: Config, m: int) -> int:
     return next((rows for rows in LOADED_ROWS if m <= rows < config.tile[0]), 0)
 
 
+@functools.lru_cache(maxsize=4096)
 def _deepened(spec: KernelSpec, config: Config) -> Config:
     """All of shared memory for the ring."""
     stage = ring_stage_bytes(config.tile)
