@@ -329,7 +329,9 @@ def test_random_programs(program: Program, seed: int, data: st.DataObject) -> No
     inputs = {n: v.requires_grad_(n in chosen and v.is_floating_point()) for n, v in inputs.items()}
     expected = program_reference.run(program, inputs)
     found = dict(zip(program.results, results_of(function(**inputs)), strict=True))
-    assert all(torch.equal(found[n], v) and found[n].is_contiguous() for n, v in expected.items())
+    assert all(found[n].is_contiguous() for n in expected)
+    # Not equal: constants are folded, where libraries differ in the last bit.
+    torch.testing.assert_close([found[n] for n in expected], list(expected.values()), rtol=1e-12, atol=1e-12)
     leaves = [v for v in inputs.values() if v.requires_grad]
     given_ = cotangents_for(expected, seed)
     present = [n for n in data.draw(st.sets(st.sampled_from(program.results))) if expected[n].requires_grad]
