@@ -29,6 +29,8 @@ from codalang.ir.types import COL, SCALAR, Dtype, Kind
 
 # Extents are these, and their halves and doubles: every width of every random epilogue is a whole number.
 SIZES = {"P": 16, "Q": 32, "B": 2}
+# Where a cast makes several elements the greatest, autograd of a fold shares what the derivative gives to the first.
+TIED = ("online_max", "online_min")
 _STORAGE = {Dtype.F32: None, Dtype.I32: "i32", Dtype.BOOL: "bool"}
 Draw = Callable[..., object]
 

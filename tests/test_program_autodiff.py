@@ -18,7 +18,7 @@ import torch
 from effort import examples
 from hypothesis import given, note
 from hypothesis import strategies as st
-from program_strategies import SIZES, cotangents_for, inputs_for, programs, shape_of, with_row_scales
+from program_strategies import SIZES, TIED, cotangents_for, inputs_for, programs, shape_of, with_row_scales
 from torch import Tensor
 
 from codalang.autodiff import ProgramDerivative, derive_program
@@ -34,8 +34,6 @@ RELATIVE = 1e-9
 ROOT = Path(__file__).parent.parent
 Tensors = dict[str, Tensor]
 seeds = st.integers(0, 2**20)
-# Where a cast makes several elements the greatest, autograd of a fold shares what the derivative gives to the first.
-TIED = ("online_max", "online_min")
 EXTENTS = {"T": 6, "H": 8, "D": 4, "F": 6, "R": 3, "V": 7, "Q": 2, "KV": 1, "P": 3}
 
 
