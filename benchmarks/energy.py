@@ -55,10 +55,11 @@ from codalang.ir.epilogue import Epilogue  # noqa: E402
 from codalang.ir.types import Kind  # noqa: E402
 from codalang.lower import ahead, run  # noqa: E402
 
-SETTLE = 0.8  # seconds: less, and what ran before still decides the clock
+SETTLE = 0.6  # seconds: less, and what ran before still decides the clock
 COPIED = 2**30  # bytes
 CYCLES = 2_000_000  # of a wait
-CHUNK = 4.0  # milliseconds of calls that are enqueued at a time
+CHUNK = 40.0  # milliseconds of calls that are enqueued at a time: reading the counter can take long
+POLL = 0.002  # seconds between two readings
 
 COUNTERS = """
 extern "C" __global__ void counters(long long* found) {
@@ -231,6 +232,7 @@ class Meter:
                     last = now
                 if pending[0].query():
                     pending.pop(0)
+                time.sleep(POLL)
         return count
 
     def _count(self, found: torch.Tensor) -> None:
