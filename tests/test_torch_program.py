@@ -771,6 +771,18 @@ def test_small_scales_of_rows(lower, autocast):
     assert ("scale_rows" in {job.epilogue.name for job, _, _ in ran}) == (lower is torch.float16)
 
 
+def test_a_single_epilogue_runs_the_derivative_that_is_printed_of_it_in_f16_too():
+    module = codalang.load("scaled_rope")
+    given = {"a": torch.randn(6, 8), "w": torch.randn(8, 8), "r": torch.rand(6)}
+    given |= {"position": torch.arange(6), "frequency": torch.rand(4)}
+    for dtype in (torch.bfloat16, torch.float16):
+        a, w = (given[name].to(dtype).requires_grad_() for name in "aw")
+        with recorded() as ran:
+            y = module.scaled_rope(a, w, given["r"], given["position"], given["frequency"])
+            torch.autograd.grad(y, (a, w), torch.ones_like(y))
+        assert {job.epilogue.name for job, _, _ in ran} == {"scaled_rope", "scaled_rope_backward", "matmul"}, dtype
+
+
 def test_second_derivatives_in_f16():
     """Those of a backward that delays scales."""
     generator = torch.Generator().manual_seed(0)

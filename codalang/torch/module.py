@@ -57,7 +57,7 @@ class Hosting:
 
     def __init__(self, epilogue: Epilogue, on_gemm: bool, text: str) -> None:
         self.signature = Signature(epilogue, on_gemm)
-        self.operator = ProgramOperator.of(single(simplify(epilogue), on_gemm))
+        self.operator = ProgramOperator.of(single(simplify(epilogue), on_gemm), delays=False)
         self._text = opaque.one_line(text)
         self._count = len(self.signature.names)
         self._calls = Checked(self._check)

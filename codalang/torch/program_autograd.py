@@ -7,9 +7,10 @@ A backward that is itself to be differentiated (`create_graph`) runs as another 
 is given the cotangents and the program's arguments, and is a call like any other.  So derivatives of any order are
 right, and nothing is kept for them but the arguments.
 
-For each subset of cotangents and of arguments that need a gradient, a backward is derived once and kept.  That of f16
-operands delays the scales of rows, which would take small gradients out of the range of f16.  Where one
-that has fewer cotangents wants a value that the forward did not keep, the missing cotangents are zeros.
+For each subset of cotangents and of arguments that need a gradient, a backward is derived once and kept.  That of a
+program with f16 operands delays the scales of rows, which would take small gradients out of the range of f16; that of a
+single epilogue is what is printed of it.  Where one that has fewer cotangents wants a value that the forward did not
+keep, the missing cotangents are zeros.
 
 Cotangents may be missing, strided, of stride 0, or shared, and are only read.  What the forward kept is dropped, or
 overwritten, as the backward uses it, unless the graph is retained.
@@ -49,23 +50,29 @@ Names = frozenset[str]
 
 @attrs.define(eq=False)
 class ProgramOperator:
-    """A program, with its derivatives.  `annotated`: the values whose annotations are the author's."""
+    """A program, with its derivatives.
+
+    Attributes:
+        annotated: the values whose annotations are the author's.
+        delays: scales of rows are delayed in f16.
+    """
 
     program: Program
     annotated: Names
+    delays: bool = True
     _derivatives: dict[tuple[Names, Names, bool], ProgramDerivative] = attrs.field(factory=dict, init=False)
     _gradients: dict[tuple[Names, Names, bool], GradientProgram] = attrs.field(factory=dict, init=False)
     _derived: dict[Program, ProgramOperator] = attrs.field(factory=dict, init=False)
 
     @staticmethod
-    def of(program: Program) -> ProgramOperator:
+    def of(program: Program, delays: bool = True) -> ProgramOperator:
         """The operator of a program as its author wrote it."""
-        return ProgramOperator(program, frozenset(name for s in program.statements for name in s.makes))
+        return ProgramOperator(program, frozenset(name for s in program.statements for name in s.makes), delays)
 
     def derived(self, program: Program) -> ProgramOperator:
         """The operator of a program that was derived from this one: the same for all extents, so that a new shape
         derives nothing."""
-        return self._derived.setdefault(program, ProgramOperator(program, self.annotated))
+        return self._derived.setdefault(program, ProgramOperator(program, self.annotated, self.delays))
 
     @functools.cached_property
     def types(self) -> dict[str, TensorType]:
@@ -77,18 +84,17 @@ class ProgramOperator:
         """Where each parameter stands."""
         return {param.name: index for index, param in enumerate(self.program.params)}
 
-    def derivative(self, wrt: Names, cotangents: Names, delay_scales: bool) -> ProgramDerivative:
+    def derivative(self, wrt: Names, cotangents: Names, is_half: bool) -> ProgramDerivative:
         """The derivative for gradients of these parameters from the cotangents of these results; derived once."""
-        key = (wrt, cotangents, delay_scales)
+        delay = is_half and self.delays
+        key = (wrt, cotangents, delay)
         if key not in self._derivatives:
-            self._derivatives[key] = derive_program(
-                self.program, wrt=wrt, cotangents=cotangents, delay_scales=delay_scales
-            )
+            self._derivatives[key] = derive_program(self.program, wrt=wrt, cotangents=cotangents, delay_scales=delay)
         return self._derivatives[key]
 
-    def gradient(self, wrt: Names, cotangents: Names, delay_scales: bool) -> GradientProgram:
+    def gradient(self, wrt: Names, cotangents: Names, is_half: bool) -> GradientProgram:
         """The same in one program, as a function of cotangents and arguments."""
-        key = (wrt, cotangents, delay_scales)
+        key = (wrt, cotangents, is_half and self.delays)
         if key not in self._gradients:
             self._gradients[key] = GradientProgram.of(self, self.derivative(*key))
         return self._gradients[key]
