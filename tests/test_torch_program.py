@@ -29,7 +29,7 @@ from codalang.ir import program_reference
 from codalang.ir.program import Program
 from codalang.lower import call, results
 from codalang.torch import execute, program_plan, program_planner, program_step
-from codalang.torch.opaque import Texts, one_line
+from codalang.torch.opaque import one_line
 from codalang.torch.program import ProgramFunction
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -1454,8 +1454,7 @@ def test_traced_in_another_process_by_its_text(m):
 
     text = program_opaque.text_of(m.block.program)
     assert "\n" not in text
-    elsewhere = Texts(program_opaque._print, program_opaque._parse)
-    assert elsewhere.definition(text) == m.block.program
+    assert program_opaque.Texts().program(text) == m.block.program
 
 
 # ---- examples --------------------------------------------------------------------------------------------------------

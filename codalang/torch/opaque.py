@@ -11,16 +11,14 @@ In eager mode no such operator is used, because dispatching to Python costs more
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from codalang.ir.epilogue import Epilogue, Param
 from codalang.torch.signature import ELEMENTS, FLOATING, Extent, Value
-
-T = TypeVar("T")
 
 # By name, because torch 2.11 hands a list of dtypes to Python as numbers.
 DTYPES = {str(dtype): dtype for dtype in (*FLOATING, torch.int32, torch.int64)}
@@ -50,31 +48,6 @@ def one_line(text: str) -> str:
 def in_lines(text: str) -> str:
     """The inverse of `one_line`; a text that has lines already is left alone."""
     return text.replace("\\n", "\n")
-
-
-class Texts(Generic[T]):
-    """Definitions and their texts in one line: each is printed once, and parsed once where this process did not print
-    it."""
-
-    def __init__(self, show: Callable[[T], str], parse: Callable[[str], T]) -> None:
-        self._show, self._parse = show, parse
-        self._texts: dict[int, tuple[T, str]] = {}
-        self._definitions: dict[str, T] = {}
-
-    def of(self, definition: T) -> str:
-        """The text of a definition."""
-        key = id(definition)
-        if key not in self._texts:
-            text = one_line(self._show(definition))
-            self._texts[key] = (definition, text)  # holding the definition keeps its id from being reused
-            self._definitions.setdefault(text, definition)
-        return self._texts[key][1]
-
-    def definition(self, text: str) -> T:
-        """The definition of a text, in one line or several."""
-        if text not in self._definitions:
-            self._definitions[text] = self._parse(in_lines(text))
-        return self._definitions[text]
 
 
 @functools.lru_cache(maxsize=1024)

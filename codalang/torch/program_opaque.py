@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from codalang.ir.program import Program
-from codalang.torch.opaque import DTYPES, Texts, is_traced
+from codalang.torch.opaque import DTYPES, in_lines, is_traced, one_line
 from codalang.torch.program_plan import Plan
 from codalang.torch.program_step import Setting, Wanted
 from codalang.torch.program_values import types_of
@@ -53,21 +53,36 @@ def run_plan(plan: Plan, values: list[Any]) -> list[Tensor]:
     return [t if f is None else f(t) for t, f in zip(raw, finishes, strict=True)]
 
 
-def _print(program: Program) -> str:
-    from codalang.ir.printer import print_program
+class Texts:
+    """Programs and their texts in one line: each is printed once, and parsed once where this process did not print
+    it."""
 
-    return print_program(program)
+    def __init__(self) -> None:
+        self._texts: dict[int, tuple[Program, str]] = {}
+        self._programs: dict[str, Program] = {}
+
+    def of(self, program: Program) -> str:
+        """The text of a program, and of the epilogues that it applies."""
+        key = id(program)
+        if key not in self._texts:
+            from codalang.ir.printer import print_program
+
+            text = one_line(print_program(program))
+            self._texts[key] = (program, text)  # holding the program keeps its id from being reused
+            self._programs.setdefault(text, program)
+        return self._texts[key][1]
+
+    def program(self, text: str) -> Program:
+        """The last program that a text defines, in one line or several."""
+        if text not in self._programs:
+            from codalang.parser import parse
+
+            *_, self._programs[text] = parse(in_lines(text)).programs.values()
+        return self._programs[text]
 
 
-def _parse(text: str) -> Program:
-    from codalang.parser import parse
-
-    *_, last = parse(text).programs.values()
-    return last
-
-
-_texts = Texts(_print, _parse)
-text_of, program_of = _texts.of, _texts.definition
+_texts = Texts()
+text_of, program_of = _texts.of, _texts.program
 
 
 def _run(
