@@ -1,18 +1,23 @@
-"""Correctness on a Hopper GPU, all of it in one process: `python benchmarks/check_gpu.py [--sweep] [--out DIR]`.
+"""Correctness on a Hopper GPU: `python benchmarks/check_gpu.py [--sweep] [--out DIR]`.
 
 Runs what `pytest -m gpu` runs: the cases of tests/gpu/gpu_cases.py, and the tests of tests/gpu/test_gpu_torch.py.
-Prints a table: per subject and group, how many cases ran, how many failed, the worst error as a fraction of what is
-allowed, and the seconds.  `--sweep` adds every combination of ragged extents and majors.  Kernels are compiled first,
-in as many processes as there are cores.
+Prints a row as it is done, per subject and group: how many cases ran, how many failed, the worst error as a fraction of
+what is allowed, and the seconds.  `--sweep` adds every combination of ragged extents and majors.  Kernels are compiled
+first, in as many processes as there are cores; what takes time then is the host's, in float64's many small steps, so
+that several processes share the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +32,8 @@ import torch  # noqa: E402
 from codalang.lower import call, run  # noqa: E402
 
 LINE = "{subject:44} {group:11} {cases:>6} cases {failed:>5} failed  worst {worst:5.3f}  {seconds:6.1f} s"
+MOST_PROCESSES = 8  # of which each has a GPU context
+LARGE = ("llama", "huge")  # one after the other: several at a time might not fit in the GPU's memory
 GROUPS = ("ragged", "library", "samples", "empty", "near limit", "tilings", "parts", "llama", "huge")
 
 
@@ -46,13 +53,14 @@ def main() -> None:
     subjects = gpu_cases.subjects(options.subjects)
     compile_kernels([case for group in groups for subject in subjects for case in gpu_cases.GROUPS[group](subject)])
     rows = []
-    for group in groups:
-        for subject in subjects:
-            if gpu_cases.GROUPS[group](subject):
-                rows.append(check_row(subject, group, options.show))
-    rows += [torch_row()] if options.torch else []
-    for row in rows:
-        print(LINE.format(**row))
+    try:
+        for row in checked(subjects, groups, options.torch):
+            rows.append(row)
+            for failure in row["failures"][: options.show]:
+                print(f"FAILED {failure}")
+            print(LINE.format(**row), flush=True)
+    except RuntimeError as error:
+        sys.exit(str(error))
     failed = sum(row["failed"] for row in rows)
     print(f"{sum(row['cases'] for row in rows) - failed} passed, {failed} failed")
     if options.out:
@@ -71,7 +79,25 @@ def compile_kernels(cases: list[gpu_cases.Case]) -> None:
     print(f"{len(specs)} kernels ({counts}) in {time.perf_counter() - begin:.0f} s", flush=True)
 
 
-def check_row(subject: gpu_cases.Subject, group: str, show: int) -> dict:
+def checked(subjects: list[gpu_cases.Subject], groups: list[str], with_torch: bool) -> Iterator[dict]:
+    """The rows as they are done.  Raises RuntimeError where the device no longer answers."""
+    every = [(subject, group) for group in groups for subject in subjects if gpu_cases.GROUPS[group](subject)]
+    processes = min(MOST_PROCESSES, os.cpu_count() or 1)
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        rows = [pool.submit(check_row, *row) for row in every if row[1] not in LARGE]
+        try:
+            for row in as_completed(rows):
+                yield row.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    for row in every:
+        if row[1] in LARGE:
+            yield check_row(*row)
+    if with_torch:
+        yield torch_row()
+
+
+def check_row(subject: gpu_cases.Subject, group: str) -> dict:
     """Run one group of one subject."""
     begin = time.perf_counter()
     cases = gpu_cases.GROUPS[group](subject)
@@ -82,8 +108,6 @@ def check_row(subject: gpu_cases.Subject, group: str, show: int) -> dict:
         worst = max([worst, *(f.error / f.allowed for f in findings if f.allowed)])
         if bad := [str(f) for f in findings if not f.ok]:
             failures.append("; ".join(bad))
-    for failure in failures[:show]:
-        print(f"FAILED {failure}", flush=True)
     return {
         "subject": str(subject),
         "group": group,
@@ -96,7 +120,7 @@ def check_row(subject: gpu_cases.Subject, group: str, show: int) -> dict:
 
 
 def judged(case: gpu_cases.Case) -> list[gpu_checks.Finding]:
-    """The findings of a case; an exception is one.  Ends the process where the device no longer answers."""
+    """The findings of a case; an exception is one.  Raises RuntimeError where the device no longer answers."""
     try:
         return gpu_checks.check(case, run, allocator=call)
     except Exception as error:
@@ -104,7 +128,7 @@ def judged(case: gpu_cases.Case) -> list[gpu_checks.Finding]:
     try:
         torch.cuda.synchronize()
     except RuntimeError:
-        sys.exit(f"FAILED {finding}\nthe device is lost: nothing more can be checked in this process")
+        raise RuntimeError(f"{finding}\nthe device is lost: nothing more can be checked") from None
     return [finding]
 
 

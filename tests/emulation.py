@@ -76,7 +76,7 @@ def _main(spec: KernelSpec, compute: torch.dtype, *arguments: object) -> None:
         tile, m, n = spec.config.tile, a.shape[0], b.shape[0]
     else:
         inputs, outputs, m, n = arguments
-        tile = (plan.HOSTED_ROWS, 32 * plan.hosted_run(spec.aligned))
+        tile = (plan.hosted_rows(epilogue), 32 * plan.hosted_run(spec.aligned))
     buffers, outputs = outputs, [t if t.ndim == 2 else t.reshape(-1, t.shape[-1]).clone() for t in outputs]
     params = loaded_params(epilogue, spec.operand is not None)
     foldings = spec.input_foldings or (PLAIN,) * len(params)
@@ -209,9 +209,12 @@ def _vector(
 
 
 def _merge(spec: KernelSpec, compute: torch.dtype, partials: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
-    """The kernel that merges the partials of one transform: [parts, length] of each carried value."""
+    """The kernel that merges the partials of one reduction: [parts, length] of each carried value."""
     state = folds(spec.epilogue)[spec.merge][0]
-    assert isinstance(state, State)
+    if isinstance(state, Reduce):
+        assert outputs[0].shape == (1, partials[0].shape[1])
+        outputs[0][0] = REDUCTION_FUNCTIONS[state.how](partials[0].to(compute), (0,))
+        return
     definition, context = state.definition, Context(compute)
     wide = [p.to(context.torch_dtype(dtype)) for p, (_, dtype) in zip(partials, definition.carried, strict=True)]
     carried = merged(definition, wide, 0, context)

@@ -468,6 +468,28 @@ epilogue e(acc: tile[M, N]) {
     compile_object(merge_spec(epilogue.states[0]), tmp_path / "merge.o")
 
 
+BARE = {
+    "halves": "let (e, o) = split(acc)\n store y: tile[M, N/2] = e\n store z: tile[M, N/2] = o",
+    "twice": "store y: tile[M, 2*N] = join(acc, acc)",
+    "negated": "store y: tile[M, N] = -acc",
+    "chosen": "store y: tile[M, N] = where(acc > 0, acc, -acc)",
+}
+
+
+@pytest.mark.parametrize("body", BARE.values(), ids=list(BARE))
+def test_a_bare_accumulator_does_not_serialize_the_mainloop(body: str, tmp_path: Path) -> None:
+    epilogue = parse(f"epilogue bare(acc: tile[M, N]) {{\n {body}\n}}").epilogues["bare"]
+    spec = spec_of(epilogue, Operand("bf16", "k", "k"))
+    report = compile_object(attrs.evolve(spec, config=plan.choose(spec, 8192, 8192, 4096)), tmp_path / "kernel.o")
+    assert report.serialized is None and "settled" in generate(spec)
+
+
+@pytest.mark.parametrize("body", ["acc", "2 * acc", "abs(acc)"])
+def test_what_computes_with_the_accumulator_is_left_alone(body: str) -> None:
+    epilogue = parse(f"epilogue fine(acc: tile[M, N]) {{ store y: tile[M, N] = {body} }}").epilogues["fine"]
+    assert "settled" not in generate(spec_of(epilogue, Operand("bf16", "k", "k")))
+
+
 @pytest.mark.parametrize("operand", [Operand("bf16", "k", "k"), None], ids=["gemm", "hosted"])
 @pytest.mark.parametrize("result", ["scalar", "col[M]", "row[N]"])
 def test_a_sum_of_zeros_compiles(result: str, operand: Operand | None, tmp_path: Path) -> None:

@@ -110,8 +110,8 @@ def test_gemm(asked: list[KernelSpec], dtype: torch.dtype, m: int, n: int, k: in
     inputs = _inputs(m, n, dtype)
     for _ in range(2):  # the second call takes what the first remembered
         _assert_results(run.gemm(EVERYTHING, a, b, inputs), _truth(a, b, inputs), dtype)
-    assert len(asked) == 1
-    assert asked[0].input_dtypes == (DTYPE_NAMES[dtype], "f32", DTYPE_NAMES[dtype], "number")
+    assert len([spec for spec in asked if spec.merge is None]) == 1
+    assert asked[-1].input_dtypes == (DTYPE_NAMES[dtype], "f32", DTYPE_NAMES[dtype], "number")
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -259,8 +259,8 @@ def test_the_full_language_on_a_gemm(asked: list[KernelSpec], m: int, n: int, k:
     # `unused` is not loaded; a tile of 64-bit indices is narrowed
     assert kernels[0].input_dtypes == ("bool", "i32", "i64", "i32", "bool", "i32")
     merges = [spec.epilogue.name for spec in asked if spec.merge is not None]
-    assert len(merges) == 5
     assert all(name.startswith("merge_") for name in merges)
+    assert len([name for name in merges if name not in ("merge_sum", "merge_max", "merge_min")]) == 5
 
 
 @pytest.mark.parametrize(("m", "n"), [(1, 8), (7, 24), (130, 264), (65, 1032)])

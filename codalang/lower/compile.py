@@ -28,7 +28,7 @@ import attrs
 from codalang.errors import CodaCompileError, CodaUnsupportedError
 from codalang.lower.balance import Balance
 from codalang.lower.codegen import generate
-from codalang.lower.plan import SMEM_CAPACITY, shared_bytes
+from codalang.lower.plan import SMEM_CAPACITY, hosted_rows, shared_bytes
 from codalang.lower.spec import PLAIN, Folding, KernelSpec
 
 ARCH = "sm_90a"
@@ -176,7 +176,7 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
     if spec.operand is None:
         from codalang.lower.hosted import HostedKernel
 
-        hosted = HostedKernel(body, spec.aligned, spec.overlap)
+        hosted = HostedKernel(body, hosted_rows(spec.epilogue), spec.aligned, spec.overlap)
         return hosted, [inputs, outputs, cutlass.Int32(1), cutlass.Int32(1), stream]
     from codalang.lower.sm90 import GemmKernel
 

@@ -111,7 +111,7 @@ def hosted_call(
         aligned,
         vector_dtypes=vector_dtypes(epilogue, storage),
     )
-    tile = (plan.HOSTED_ROWS, 32 * plan.hosted_run(aligned))
+    tile = (plan.hosted_rows(epilogue), 32 * plan.hosted_run(aligned))
     check_buffers(shape, storage, out)
     foldings = output_foldings(shape, out, False)
     results = results_of(shape, storage, tile, out, foldings, compiled, padded=aligned, on_gemm=False)

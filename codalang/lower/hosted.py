@@ -1,8 +1,8 @@
 """The kernel that runs an epilogue on plain tensors: the same generated body, no mainloop.
 
-Memory-bound work, so the layout is chosen for the loads.  A CTA of 8 warps takes a tile of 64 rows; a warp takes
+Memory-bound work, so the layout is chosen for the loads.  A CTA of 8 warps takes a tile of 64 or 128 rows, a warp
 every eighth row, a lane a run of adjacent columns (8 of the accumulator's where rows are 16-byte aligned, else 2).
-Each thread requests the tile inputs of `BATCH` rows before it computes any, to have enough bytes in flight.
+Each thread requests what it needs of a row some rows before it computes that, so that bytes are always in flight.
 
 Reductions leave one partial per tile, as the GEMM's epilogue does: over n by shuffles within a warp, over m in
 registers and then through shared memory.  Where some reduction is to one row per sample, no tile spans two samples.
@@ -18,7 +18,7 @@ from cutlass.memory import SmemAllocator
 from codalang.lower import device
 from codalang.lower.body import Input, Partial
 from codalang.lower.device import Registers, choose
-from codalang.lower.plan import HOSTED_ROWS, hosted_run
+from codalang.lower.plan import hosted_run
 from codalang.lower.registers import (
     CUTE_DTYPES,
     broadcast,
@@ -30,22 +30,27 @@ from codalang.lower.registers import (
     merge,
     minimum,
     opaque,
-    store,
+    spread_lanes,
+    storage_words,
     store_if,
     store_shared_if,
+    store_words_if,
     widened,
 )
 
 WARPS = 8
-BATCH = 4  # rows whose loads are in flight together
+AHEAD = 4, 2  # rows whose loads are in flight: of one tile, of several.  More take registers, hence warps
+TOGETHER = 8  # rows of a warp that are reduced over columns at once, where lanes can share them
 ALL_LANES = (1, 2, 4, 8, 16)
+COMMUTATIVE = tuple(device.REDUCTIONS.values())
 
 
 class HostedKernel:
     """One epilogue hosted on plain tensors.  `__call__` is the host function to compile."""
 
-    def __init__(self, body: Any, aligned: bool, overlap: bool) -> None:
-        self.body = body
+    def __init__(self, body: Any, rows: int, aligned: bool, overlap: bool) -> None:
+        self.body, self.tile_rows = body, rows
+        self.rows = rows // WARPS  # of a warp
         self.aligned = aligned
         self.overlap = overlap
         self.run = hosted_run(aligned)
@@ -56,7 +61,7 @@ class HostedKernel:
     @cute.jit
     def __call__(self, inputs: tuple, outputs: tuple, m: Int32, n: Int32, stream: Any) -> None:
         """Launch on m rows and n columns of the accumulator's width; inputs and outputs as the body declares them."""
-        tiles_m, tiles_n = cute.ceil_div(m, HOSTED_ROWS), cute.ceil_div(n, self.columns)
+        tiles_m, tiles_n = cute.ceil_div(m, self.tile_rows), cute.ceil_div(n, self.columns)
         if cutlass.const_expr(self.per_sample is not None):
             parts, samples = self.sample_tiles(outputs, n)
             tiles_m = parts * samples
@@ -137,13 +142,13 @@ class HostedTile:
         self.m, self.n, self.tile_m, self.tile_n = m, n, tile_m, tile_n
         self.inputs = inputs
         # rows of the tile are first .. end - 1
-        self.first, self.end = tile_m * HOSTED_ROWS, m
+        self.first, self.end = tile_m * kernel.tile_rows, m
         self.part, self.sample = tile_m, Int32(0)
         if kernel.per_sample is not None:
             parts, samples = kernel.sample_tiles(outputs, n)
             self.sample = tile_m // parts
             self.part = tile_m - self.sample * parts
-            self.first = self.sample * (m // samples) + self.part * HOSTED_ROWS
+            self.first = self.sample * (m // samples) + self.part * kernel.tile_rows
             self.end = (self.sample + 1) * (m // samples)
         rest = iter(outputs)
         self.tiles = [next(rest) for _ in self.body.TILES]
@@ -159,6 +164,7 @@ class HostedTile:
         self.scratch = SmemAllocator().allocate_array(Int32, words).toint() if words else None
         self.fixed = [self._fixed(i, t) for i, t in zip(self.body.INPUTS, inputs, strict=True)]
         self.carried: list[dict[Any, tuple]] = [{} for _ in self.body.PARTIALS]
+        self.waiting: list[list[tuple]] = [[] for _ in self.body.PARTIALS]  # rows to be reduced over columns
 
     def _fixed(self, item: Input, tensor: Any) -> Any:
         """What does not change from row to row: scalars, and this lane's part of a row."""
@@ -171,13 +177,14 @@ class HostedTile:
         return None
 
     def compute(self) -> None:
-        """All rows of this warp, in batches, then the reductions over rows."""
-        rows_per_warp = HOSTED_ROWS // WARPS
-        for start in range(0, rows_per_warp, BATCH):
-            rows = [self.first + (start + i) * WARPS + self.warp for i in range(BATCH)]
-            loaded = [self._load_row(row) for row in rows]
-            for i, (row, values) in enumerate(zip(rows, loaded, strict=True)):
-                self._apply_row(row, values, is_first=start == 0 and i == 0)
+        """All rows of this warp, then the reductions over rows."""
+        rows = [self.first + i * WARPS + self.warp for i in range(self.kernel.rows)]
+        ahead = AHEAD[sum(item.kind == "tile" for item in self.body.INPUTS) > 1]
+        loaded = [self._load_row(row) for row in rows[:ahead]]
+        for i, row in enumerate(rows):
+            # before this row's stores: the compiler moves no load across them
+            loaded += [self._load_row(later) for later in rows[i + ahead : i + ahead + 1]]
+            self._apply_row(row, loaded[i], is_first=i == 0)
         self._finish_partials()
 
     def _scaled(self, column: Int32, width: Any) -> Int32:
@@ -224,9 +231,7 @@ class HostedTile:
         for index, (partial, elements) in enumerate(zip(self.body.PARTIALS, reduced, strict=True)):
             self._fold(index, partial, elements, row)
             if partial.kind == "col":
-                total = fold_lanes(partial.fold, self.carried[index].pop(()), ALL_LANES)
-                for target, value in zip(self.targets[index], total, strict=True):
-                    store_if((row < self.end) & (self.lane == 0), target, self.tile_n, row, value)
+                self._reduce_row(index, partial, row)
 
     def _fold(self, index: int, partial: Partial, values: tuple[Registers, ...], row: Int32) -> None:
         count = int(self.kernel.run * partial.width)
@@ -240,14 +245,14 @@ class HostedTile:
             key = register if partial.kind in ("row", "rows") else ()
             element = tuple(c[register] for c in columns)
             start = initial(partial.fold)
-            if partial.kind == "scalar":
+            if partial.kind != "col":
                 start = opaque(start)
             carried[key] = fold(partial.fold, carried.get(key) or start, element, valid)
 
     def _store_tile(self, tile: Any, tensor: cute.Tensor, row: Int32, values: Registers, inside: Boolean) -> None:
         if self.kernel.aligned:
             address = self._address(tensor, row, self.column, tile.width)
-            store_vector_if(inside, CUTE_DTYPES[tile.dtype], address, values)
+            store_words_if(inside, address, storage_words(CUTE_DTYPES[tile.dtype], values))
             return
         first = self._scaled(self.column, tile.width)
         for i, value in enumerate(values):
@@ -300,6 +305,23 @@ class HostedTile:
                 for target, value in zip(self.targets[index], total, strict=True):
                     store_if(inside & (start + output < target.shape[1]), target, part, start + output, value)
 
+    def _reduce_row(self, index: int, partial: Partial, row: Int32) -> None:
+        """Merge the lanes: of several rows at once where the order of elements does not matter."""
+        part, waiting = self.carried[index].pop(()), self.waiting[index]
+        if partial.fold not in COMMUTATIVE:
+            self._write_row(index, row, fold_lanes(partial.fold, part, ALL_LANES), self.lane == 0)
+            return
+        waiting.append(part)
+        if len(waiting) == TOGETHER:
+            (total,), mine = spread_lanes(partial.fold, waiting, self.lane, ALL_LANES)
+            first = row - (TOGETHER - 1) * WARPS
+            self._write_row(index, first + mine * WARPS, total, self.lane < TOGETHER)
+            waiting.clear()
+
+    def _write_row(self, index: int, row: Int32, values: tuple, valid: Any) -> None:
+        for target, value in zip(self.targets[index], values, strict=True):
+            store_if((row < self.end) & valid, target, self.tile_n, row, value)
+
     def _leave(self, index: int, partial: Partial, column: Int32, carried: tuple, valid: Any) -> None:
         for component, dtype in enumerate(partial.fold.dtypes):
             address = self._scratch(index, component, self.warp) + column * 4
@@ -314,10 +336,3 @@ class HostedTile:
         before = sum(self.kernel.scratch_words(p) for p in self.body.PARTIALS[:index] if p.kind != "col")
         width = self.kernel.scratch_width(self.body.PARTIALS[index])
         return self.scratch + (before + (component * WARPS + warp) * width) * 4
-
-
-@cute.jit
-def store_vector_if(valid: Boolean, dtype: cutlass.Constexpr, address: Int64, values: tuple) -> None:
-    """Write adjacent elements to global memory where valid."""
-    if valid:
-        store(dtype, address, values, cute.AddressSpace.gmem)

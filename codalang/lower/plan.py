@@ -31,7 +31,6 @@ SMEM_RESERVE = 4 * 1024  # barriers, and the alignment of each buffer to 1024 by
 MAX_STAGES = 8
 CONSUMER_WARPS = 8
 SMS = 132  # of an H100 or H200 SXM
-HOSTED_ROWS = 64  # rows of a hosted kernel's tile
 CONSUMER_REGISTERS = 244  # estimated, per thread of a consumer warpgroup: above it kernels were seen to spill
 MOST_REGISTERS = 512  # estimated: where all tilings spill, more than that is not tried
 TEMPORARY_REGISTERS = 20
@@ -160,6 +159,14 @@ def _divisions(spec: KernelSpec, tiling: Tiling, most_registers: int) -> Iterato
         if stages >= tiling.least_stages or (stages >= 2 and is_last):
             yield attrs.evolve(config, stages=stages)
             return
+
+
+def hosted_rows(epilogue: Epilogue) -> int:
+    """Rows of a hosted kernel's tile: more where each tile leaves a partial of its columns, as long as what a thread
+    carries leaves registers for it."""
+    kinds = [None if isinstance(group[0], State) else group[0].type.kind for group in folds(epilogue)]
+    small = None not in kinds and Kind.ROWS not in kinds
+    return 128 if small and {Kind.ROW, Kind.SCALAR}.intersection(kinds) else 64
 
 
 def hosted_run(aligned: bool) -> int:

@@ -133,6 +133,29 @@ def store_matrices(address: Int32, pairs: tuple[Int32, ...]) -> None:
     )
 
 
+def storage_words(dtype: Any, values: Registers) -> tuple[Int32, ...]:
+    """Values rounded to a floating storage dtype, as memory holds them; an even number where that is of 16 bits."""
+    if dtype is cutlass.Float32:
+        return tuple(value.bitcast(Int32) for value in values)
+    return tuple(packed(dtype, values[i : i + 2]) for i in range(0, len(values), 2))
+
+
+def store_words_if(valid: Boolean, address: Int64, words: tuple[Int32, ...]) -> None:
+    """Write adjacent words to global memory where valid, by the widest accesses: no branch, across which the compiler
+    would move nothing."""
+    for first in range(0, len(words), WIDEST_ACCESS // 4):
+        some = words[first : first + WIDEST_ACCESS // 4]
+        names = ", ".join(f"${i + 2}" for i in range(len(some)))
+        kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[len(some)]
+        llvm.inline_asm(
+            None,
+            [Int32(Boolean(valid)).ir_value(), (address + first * 4).ir_value(), *(w.ir_value() for w in some)],
+            f"{{ .reg .pred p; setp.ne.s32 p, $0, 0; @p st.global.{kind} [$1], {{{names}}}; }}",
+            "r,l," + ",".join("r" * len(some)) + ",~{memory}",
+            has_side_effects=True,
+        )
+
+
 def broadcast(value: Registers, lanes: int) -> Registers:
     """A value on `lanes` registers: a single register stands for all."""
     return tuple(value[i if len(value) > 1 else 0] for i in range(lanes))

@@ -1,12 +1,13 @@
 """How a kernel's buffers become outputs: where each is allocated or given, and how partials are merged.
 
-Reductions come from the kernels as one partial per tile, and are merged over them in a fixed order: sums, maxima and
-minima by torch's own reduction, stateful transforms by a small kernel (`merge`).  Those that the caller takes unmerged
-are given as they come; `vector` merges them.
+Reductions come from the kernels as one partial per tile, and are merged over them in a fixed order by a small kernel
+(`merge`); of a great many, torch's own reduction makes sums, maxima and minima in less time.  Those that the caller
+takes unmerged are given as they come; `vector` merges them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -18,6 +19,8 @@ from codalang.lower.dtypes import DTYPE_NAMES, RESULT_DTYPES
 from codalang.lower.folded import Matrix, box
 from codalang.lower.shape import Shape
 from codalang.lower.spec import PLAIN, SLAB_ROWS, Folding, KernelSpec, folds, merge_spec
+
+MOST_PARTS = {False: 1024, True: 32768}  # that the kernel merges of sums, maxima, minima; whether to a scalar
 
 Compiled = Callable[[KernelSpec], Callable[..., None]]  # the function of a kernel
 
@@ -75,39 +78,45 @@ def results_of(
             Kind.ROWS: (per_sample, shape.samples * shape.columns(width)),
         }[kind]
         dtypes = tuple(storage[o.name] for o in group)
-        finish, carried = _fold(shape, group, kind, compiled)
+        finish, carried = _fold(
+            shape, group, kind, math.prod(partials) if kind is Kind.SCALAR else partials[0], compiled
+        )
         buffers = tuple(Buffer(partials, dtype) for dtype in carried)
         found.append(Result(tuple(o.name for o in group), buffers, finish, dtypes))
     return tuple(found)
 
 
 def _fold(
-    shape: Shape, group: tuple[Reduce | State, ...], kind: Kind, compiled: Compiled
+    shape: Shape, group: tuple[Reduce | State, ...], kind: Kind, parts: int, compiled: Compiled
 ) -> tuple[Finish, tuple[torch.dtype, ...]]:
-    """How a reduction's partials are merged, and the dtypes of what it carries."""
-    first = group[0]
+    """How so many partials of a reduction are merged, and the dtypes of what it carries."""
+    first, is_scalar = group[0], kind is Kind.SCALAR
     if first.name in shape.unmerged:
         return as_is, (torch.float32,)
     if kind is Kind.ROWS:
-        merged, carried = _fold(shape, group, Kind.ROW, compiled)
+        merged, carried = _fold(shape, group, Kind.ROW, parts, compiled)
         return _by_sample(shape.samples, merged), carried
-    if isinstance(first, Reduce):
-        return _MERGES[first.how, kind is Kind.SCALAR], (torch.float32,)
-    dtypes = tuple(RESULT_DTYPES[dtype.value] for _, dtype in first.definition.carried)
-    all_results = tuple(dtype.value for _, dtype in first.definition.results)
-    merge = compiled(merge_spec(first, shape.epilogue.precise))
-    chosen = [o.result for o in group if isinstance(o, State)]
-    device, results = shape.device, [RESULT_DTYPES[name] for name in all_results]
+    if isinstance(first, State):
+        dtypes = tuple(RESULT_DTYPES[dtype.value] for _, dtype in first.definition.carried)
+        results = [RESULT_DTYPES[dtype.value] for _, dtype in first.definition.results]
+        chosen = [o.result for o in group if isinstance(o, State)]
+    elif parts == 1:
+        return _only if is_scalar else _first, (torch.float32,)
+    elif parts > MOST_PARTS[is_scalar]:
+        return _by_torch(_REDUCTIONS[first.how], (0, 1) if is_scalar else (0,)), (torch.float32,)
+    else:
+        dtypes, results, chosen = (torch.float32,), [torch.float32], [0]
+    merge, device = compiled(merge_spec(first, shape.epilogue.precise)), shape.device
 
     def finish(partials: list[torch.Tensor], out: Given) -> Iterable[torch.Tensor]:
-        if kind is Kind.SCALAR:
+        if is_scalar:
             partials = [p.reshape(-1, 1) for p in partials]
         outputs = [new((1, partials[0].shape[1]), d, device) for d in results]
         for i, target in zip(chosen, out or (), strict=False):
             if target is not None and target.dtype is results[i]:
                 outputs[i] = target.view(1, -1)
         merge(tuple(partials), tuple(outputs))
-        return [outputs[i][0, 0] if kind is Kind.SCALAR else outputs[i][0] for i in chosen]
+        return [outputs[i][0, 0] if is_scalar else outputs[i][0] for i in chosen]
 
     return finish, dtypes
 
@@ -134,21 +143,14 @@ def _only(buffers: list[torch.Tensor], out: Given) -> Iterable[torch.Tensor]:
     return [buffers[0][0, 0]]
 
 
-def _merged(how: Callable[..., torch.Tensor], axes: tuple[int, ...]) -> Finish:
+_REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+
+
+def _by_torch(how: Callable[..., torch.Tensor], axes: tuple[int, ...]) -> Finish:
     def finish(buffers: list[torch.Tensor], out: Given) -> Iterable[torch.Tensor]:
         partial, target = buffers[0], out[0] if out else None
-        if axes == (0,) and partial.shape[0] == 1:
-            return [partial[0]]
         if target is not None and target.dtype is partial.dtype:
             return [how(partial, axes, out=target)]
         return [how(partial, axes)]
 
     return finish
-
-
-# (how, whether both axes are reduced) -> how partials are merged
-_MERGES: dict[tuple[str, bool], Finish] = {
-    (how, is_scalar): _merged(function_, (0, 1) if is_scalar else (0,))
-    for how, function_ in (("sum", torch.sum), ("max", torch.amax), ("min", torch.amin))
-    for is_scalar in (False, True)
-}

@@ -197,9 +197,15 @@ def relative_width(epilogue: Epilogue, item: Param | Output) -> Fraction:
     return relative
 
 
-def merge_spec(state: State, precise: bool = False) -> KernelSpec:
-    """The kernel that merges the partials of a transform: the same for every epilogue that has it."""
-    definition, kind = state.definition, Kind.ROW if state.type.kind is Kind.ROWS else state.type.kind
+def merge_spec(output: Reduce | State, precise: bool = False) -> KernelSpec:
+    """The kernel that merges the partials of a reduction: the same for every epilogue that has it."""
+    is_scalar = output.type.kind is Kind.SCALAR
+    result = ValueType(Kind.SCALAR) if is_scalar else ValueType(Kind.ROW, Fraction(1))
+    if isinstance(output, Reduce):
+        builder = EpilogueBuilder(f"merge_{output.how}", ("M", "N"))
+        builder.reduce("merged", builder.param("x", ValueType(Kind.TILE, Fraction(1)), "f32"), result, output.how)
+        return KernelSpec(builder.finish(), None, ("f32",), (), None, merge=0)
+    definition = output.definition
     builder = EpilogueBuilder(f"merge_{definition.name}", ("M", "N"))
     builder.precise = precise
     storage = {Dtype.F32: "f32", Dtype.I32: "i32", Dtype.BOOL: "bool"}
@@ -208,7 +214,6 @@ def merge_spec(state: State, precise: bool = False) -> KernelSpec:
         builder.param(name, ValueType(Kind.TILE, Fraction(1), dtype), annotated)
         for (name, dtype), annotated in zip(definition.inputs, inputs, strict=True)
     ]
-    result = ValueType(kind, Fraction(1) if kind.has_columns else None)
     builder.state([name for name, _ in definition.results], values, result, definition)
     return KernelSpec(builder.finish(), None, tuple(inputs), (), None, merge=0)
 
