@@ -21,10 +21,11 @@ empty = torch.empty_strided
 
 def new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A contiguous tensor with nothing in it."""
-    return empty(shape, _contiguous(shape), dtype=dtype, device=device)
+    return empty(shape, contiguous(shape), dtype=dtype, device=device)
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of such a tensor."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
@@ -115,8 +116,15 @@ class Call:
     def _repeat(self) -> Repeat:
         """Does the work of `run` on the current device, for buffers that are known to be apart, and tiles of two axes:
         the outputs in order."""
-        straight = not self.parts and not any(self.prepare) and all(r.is_straight for r in self.results)
-        return _straight(self) if straight else functools.partial(_any, self)
+        return functools.partial(_any, self) if self.straight is None else _straight(self, self.straight)
+
+    @property
+    def straight(self) -> tuple[tuple[str, Buffer], ...] | None:
+        """Each output and the buffer that it is, in the kernel's order, where values are read as they are and outputs
+        written as they are to be."""
+        if self.parts or any(self.prepare) or not all(r.is_straight for r in self.results):
+            return None
+        return tuple((r.names[0], r.buffers[0]) for r in self.results)
 
     def run(self, values: tuple[Value, ...], out: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Allocate, launch on the current stream, finish.  Raises CodaCallError for buffers that share memory."""
@@ -130,12 +138,11 @@ class Call:
         return dict(zip(self.names, _any(self, values, out) if out else self.repeat(values, out), strict=True))
 
 
-def _straight(call: Call) -> Repeat:
-    """A launch that reads its values as they are and writes its outputs as they are to be."""
+def _straight(call: Call, written: Sequence[tuple[str, Buffer]]) -> Repeat:
     launch, operands, tail, device = call.launch, call.operands, call.tail, call.device
-    buffers = tuple((b.shape, _contiguous(b.shape), b.dtype, b.given) for r in call.results for b in r.buffers)
+    buffers = tuple((b.shape, contiguous(b.shape), b.dtype, b.given) for _, b in written)
     given = sum(buffer[-1] is not None for buffer in buffers)
-    order = tuple([r.names[0] for r in call.results].index(name) for name in call.names)
+    order = tuple([name for name, _ in written].index(name) for name in call.names)
     in_order = order == tuple(range(len(order)))
 
     def repeat(values: tuple[Value, ...], out: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -16,7 +16,7 @@ import contextlib
 import contextvars
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -27,8 +27,9 @@ from codalang.errors import CodaUnsupportedError
 from codalang.ir import reference
 from codalang.ir.epilogue import Epilogue
 from codalang.ir.fold import REDUCTION_FUNCTIONS
+from codalang.lower.call import Call, listening
 from codalang.lower.folded import Matrix
-from codalang.lower.spec import KernelSpec
+from codalang.lower.spec import KernelSpec, loaded_params
 from codalang.torch.signature import Extent, Value
 
 _MATMUL_DTYPES = (torch.bfloat16, torch.float16)
@@ -162,22 +163,21 @@ class Launch:
     """A kernel with everything decided but addresses: runs a job again on values of the same forms.
 
     Attributes:
-        repeat: gives the outputs in order, for tensors in the kernel's order and buffers for some outputs by name.  The
-            current device must be that of the tensors.
+        call: its `repeat` gives the outputs in order, for tensors in the kernel's order and buffers for some outputs by
+            name.  The current device must be that of the tensors.
         order: which of the job's values the kernel is given, in its order.
+        folded: which of them are `Matrix`.
     """
 
-    repeat: Callable[[tuple[Any, ...], Mapping[str, Tensor]], Sequence[Tensor]]
+    call: Call
     order: tuple[int, ...]
+    folded: Collection[int]
 
 
 def execute_listening(
     job: Job, values: Sequence[Value | Matrix], out: Mapping[str, Tensor] | None
 ) -> tuple[list[Tensor], Launch | None]:
     """`execute`, and what it launched where that was one kernel."""
-    from codalang.lower.call import listening
-    from codalang.lower.spec import loaded_params
-
     with listening() as calls:
         outputs = execute(job, values, out)
     if len(calls) != 1:
@@ -186,7 +186,8 @@ def execute_listening(
     params = job.epilogue.params[1:] if job.on_gemm else job.epilogue.params
     positions = {param.name: index for index, param in enumerate(params, first)}
     loaded = [positions[p.name] for p in loaded_params(job.epilogue, job.on_gemm)]
-    return outputs, Launch(calls[0].repeat, (*range(first), *loaded))
+    folded = [i for i, value in enumerate(values) if isinstance(value, Matrix)]
+    return outputs, Launch(calls[0], (*range(first), *loaded), folded)
 
 
 def kernels_possible(device: torch.device) -> bool:

@@ -6,7 +6,7 @@ Slots hold one value each; arguments first, then numbers, then what steps make. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import attrs
@@ -18,6 +18,7 @@ from codalang.lower import run
 from codalang.torch.execute import kernels_possible
 from codalang.torch.program_planner import Planner
 from codalang.torch.program_step import Setting, Wanted
+from codalang.torch.program_straight import Straight, straight
 from codalang.torch.program_values import live
 
 _MOST_FORMS = 64  # of arguments, remembered by a plan
@@ -50,7 +51,7 @@ class Plan:
         self.steps = planner.steps()
         self._constants = tuple(planner.constants)
         self._count = len(program.params)
-        self._repeated: dict[object, tuple[Callable[[list[Any]], None], ...]] = {}
+        self._repeated: dict[object, Straight] = {}
         self._spare: list[Any] = [None] * (planner.count - len(program.params) - len(self._constants))
         known = [planner.values[w.name] for w in wanted]
         self.results = tuple((value.slot, planner.finish(w)) for value, w in zip(known, wanted, strict=True))
@@ -64,29 +65,35 @@ class Plan:
 
     def run(self, values: list[Any]) -> list[Tensor]:
         """The results, for the arguments in order.  Takes the list: what is in it is dropped as soon as it can be."""
-        slots = values
-        slots += self._constants
-        slots += self._spare
         device = self.setting.device
         if not kernels_possible(device):
+            slots = self._slots(values)
             for step in self.steps:
                 step.run(slots)
-        elif torch.cuda.current_device() == device.index:
-            self._launch(slots)
-        else:
-            with torch.cuda.device(device):
-                self._launch(slots)
-        return [slots[slot] if finish is None else finish(slots[slot]) for slot, finish in self.results]
+            return self._finished(slots)
+        if torch.cuda.current_device() == device.index:
+            return self._launch(values)
+        with torch.cuda.device(device):
+            return self._launch(values)
 
-    def _launch(self, slots: list[Any]) -> None:
+    def _launch(self, values: list[Any]) -> list[Tensor]:
         """Run the steps; where they ran before on arguments of the same forms, nothing but addresses is looked at."""
-        forms = [(v.stride(), v.data_ptr() & 15) if isinstance(v, Tensor) else None for v in slots[: self._count]]
+        forms = [(v.stride(), v.data_ptr() & 15) if isinstance(v, Tensor) else None for v in values]
         key = (run.function, run.overlap, *forms)  # the first is what tests and recordings replace, the second a switch
-        steps = self._repeated.get(key)
-        if steps is None:
-            if len(self._repeated) >= _MOST_FORMS:
-                self._repeated.clear()
-            self._repeated[key] = tuple([step.run_listening(slots) for step in self.steps])
-            return
-        for step in steps:
-            step(slots)
+        again = self._repeated.get(key)
+        if again is not None:
+            return again(values)
+        if len(self._repeated) >= _MOST_FORMS:
+            self._repeated.clear()
+        slots = self._slots(values)
+        ran = [(step, step.run_listening(slots)) for step in self.steps]
+        self._repeated[key] = straight(self._count, self._constants, ran, self.results)
+        return self._finished(slots)
+
+    def _slots(self, values: list[Any]) -> list[Any]:
+        values += self._constants
+        values += self._spare
+        return values
+
+    def _finished(self, slots: list[Any]) -> list[Tensor]:
+        return [slots[slot] if finish is None else finish(slots[slot]) for slot, finish in self.results]
