@@ -14,6 +14,7 @@ import torch
 
 from codalang.lower.buffers import Written, check_sharing
 from codalang.lower.prepare import Prepare, Value
+from codalang.lower.spec import KernelSpec
 
 # How outputs and partials are allocated: sooner than by torch.empty.  Tests replace it by one that poisons.
 empty = torch.empty_strided
@@ -128,9 +129,9 @@ class Call:
 
     def run(self, values: tuple[Value, ...], out: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Allocate, launch on the current stream, finish.  Raises CodaCallError for buffers that share memory."""
-        if _listening.calls is not None:
-            _listening.calls.append(self)
-        if self.written:
+        if _thread.calls is not None:
+            _thread.calls.append(self)
+        if self.written and self.device.type != "meta":  # tensors without memory share none
             check_sharing(self.written, values, out)
         if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
@@ -180,28 +181,63 @@ def _any(call: Call, values: tuple[Value, ...], out: Mapping[str, torch.Tensor])
     return [finished[name] for name in call.names]
 
 
-class _Listening(threading.local):
+class _Thread(threading.local):
     calls: list[Call] | None = None
+    rehearsed: Rehearsed | None = None
+
+
+_thread = _Thread()
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[list[Call]]:
     """What this thread launches within, in order.  Who knows that tensors have the forms of those may `repeat` it."""
-    before, launched = _listening.calls, list[Call]()
-    _listening.calls = launched
+    before, launched = _thread.calls, list[Call]()
+    _thread.calls = launched
     try:
         yield launched
     finally:
-        _listening.calls = before
+        _thread.calls = before
 
 
-_listening = _Listening()
+@attrs.frozen
+class Rehearsed:
+    """The kernels that calls would launch, each once, in order, and on which GPU; None is any."""
+
+    device: torch.device | None
+    specs: dict[KernelSpec, None] = attrs.field(factory=dict)
+
+    def note(self, spec: KernelSpec) -> Callable[..., None]:
+        """What stands in for the launcher of a kernel."""
+        self.specs.setdefault(spec)
+        return lambda *arguments: None
+
+
+@contextlib.contextmanager
+def rehearsing(device: torch.device | None = None) -> Iterator[Rehearsed]:
+    """Meanwhile this thread's calls, of tensors on `meta`, are what they would be on a GPU, but for their launches."""
+    before, rehearsed = _thread.rehearsed, Rehearsed(device)
+    _thread.rehearsed = rehearsed
+    try:
+        with listening():  # nobody else is to hear of it
+            yield rehearsed
+    finally:
+        _thread.rehearsed = before
+
+
+def rehearsed() -> Rehearsed | None:
+    """The rehearsal of this thread, if it is one."""
+    return _thread.rehearsed
+
+
 CALLS: dict[Any, Call] = {}  # by signature
 _MOST_CALLS = 4096  # a new sequence length is a new signature
 
 
 def remember(key: Any, call: Call) -> Call:
     """Kept for the next call of its signature."""
+    if _thread.rehearsed is not None:
+        return call
     if len(CALLS) >= _MOST_CALLS:
         forget()
     CALLS[key] = call
