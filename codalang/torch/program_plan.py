@@ -6,7 +6,8 @@ Slots hold one value each; arguments first, then numbers, then what steps make. 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -15,7 +16,10 @@ from torch import Tensor
 
 from codalang.ir.program import Program
 from codalang.lower import run
-from codalang.torch.execute import kernels_possible
+from codalang.lower.beside import foreseen
+from codalang.lower.spec import KernelSpec
+from codalang.torch import execute
+from codalang.torch.execute import launches_repeat, rehearsal
 from codalang.torch.program_planner import Planner
 from codalang.torch.program_step import Setting, Wanted
 from codalang.torch.program_straight import Straight, straight
@@ -30,6 +34,7 @@ class Plan:
     Attributes:
         shapes, flat: of each result, as the caller gets it and as the value is.
         dtypes: of each result.
+        later: the kernels of what is likely to run after it, for its arguments on `meta`.
     """
 
     def __init__(
@@ -48,6 +53,8 @@ class Plan:
         program = live(attrs.evolve(program, results=tuple(w.name for w in wanted)))
         planner = Planner(program, setting, wanted, annotated, frozenset(owned))
         self.program, self.setting, self.wanted = program, setting, wanted
+        self._annotated, self._owned = annotated, owned
+        self.later: Callable[[list[Any]], Iterable[KernelSpec]] = lambda values: ()
         self.steps = planner.steps()
         self._constants = tuple(planner.constants)
         self._count = len(program.params)
@@ -66,29 +73,50 @@ class Plan:
     def run(self, values: list[Any]) -> list[Tensor]:
         """The results, for the arguments in order.  Takes the list: what is in it is dropped as soon as it can be."""
         device = self.setting.device
-        if not kernels_possible(device):
+        if not launches_repeat(device):
             slots = self._slots(values)
             for step in self.steps:
                 step.run(slots)
             return self._finished(slots)
-        if torch.cuda.current_device() == device.index:
+        if execute.current_device() == device.index:
             return self._launch(values)
         with torch.cuda.device(device):
             return self._launch(values)
 
+    def again(self, values: list[Any]) -> Straight | None:
+        """What runs it on arguments of these forms, where it ran on such and their device is the current one."""
+        device = self.setting.device
+        if launches_repeat(device) and execute.current_device() == device.index:
+            return self._repeated.get(_key(_forms(values)))
+        return None
+
     def _launch(self, values: list[Any]) -> list[Tensor]:
         """Run the steps; where they ran before on arguments of the same forms, nothing but addresses is looked at."""
-        forms = [(v.stride(), v.data_ptr() & 15) if isinstance(v, Tensor) else None for v in values]
-        key = (run.function, run.overlap, *forms)  # the first is what tests and recordings replace, the second a switch
+        forms = _forms(values)
+        key = _key(forms)
         again = self._repeated.get(key)
         if again is not None:
             return again(values)
         if len(self._repeated) >= _MOST_FORMS:
             self._repeated.clear()
+        given = [v if form is None else form for v, form in zip(values, forms, strict=True)]
         slots = self._slots(values)
-        ran = [(step, step.run_listening(slots)) for step in self.steps]
+        with foreseen(functools.partial(self._kernels, given)):
+            ran = [(step, step.run_listening(slots)) for step in self.steps]
         self._repeated[key] = straight(self._count, self._constants, ran, self.results)
         return self._finished(slots)
+
+    def _kernels(self, given: list[Any]) -> Iterator[KernelSpec]:
+        """The kernels that a call launches, then those of what is likely to run next.  `given`: numbers, and of tensors
+        strides and addresses modulo 16."""
+        setting = attrs.evolve(self.setting, device=torch.device("meta"))
+        forms = zip(given, setting.shapes, setting.dtypes, strict=True)
+        values = [v if dtype is None else _on_meta(shape, dtype, *v) for v, shape, dtype in forms]
+        with rehearsal(self.setting.device) as specs:
+            plan = Plan(self.program, setting, self.wanted, annotated=self._annotated, owned=self._owned)
+            plan.run(list(values))
+        yield from specs
+        yield from self.later(values)
 
     def _slots(self, values: list[Any]) -> list[Any]:
         values += self._constants
@@ -97,3 +125,20 @@ class Plan:
 
     def _finished(self, slots: list[Any]) -> list[Tensor]:
         return [slots[slot] if finish is None else finish(slots[slot]) for slot, finish in self.results]
+
+
+def _forms(values: list[Any]) -> list[tuple[tuple[int, ...], int] | None]:
+    """Strides and addresses modulo 16 of the tensors."""
+    return [(v.stride(), v.data_ptr() & 15) if isinstance(v, Tensor) else None for v in values]
+
+
+def _key(forms: Sequence[object]) -> tuple[object, ...]:
+    """With what tests and recordings replace, and a switch."""
+    return (run.function, run.overlap, *forms)
+
+
+def _on_meta(shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int], address: int) -> Tensor:
+    """A tensor without memory in place of one of that form."""
+    offset = address // dtype.itemsize
+    extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    return torch.empty(offset + max(extent, 0), dtype=dtype, device="meta").as_strided(shape, stride, offset)
