@@ -12,6 +12,7 @@ from typing import Any
 import lark
 import pytest
 
+from codalang import cli
 from codalang.parser import reader, table
 
 ROOT = Path(__file__).parents[1]
@@ -45,10 +46,21 @@ def test_a_load_imports_nothing_heavy() -> None:
     assert not within(modules)
 
 
-def test_a_check_on_the_command_line_imports_no_torch() -> None:
-    program = "import sys; from codalang.cli import main; print(main(['check', 'swiglu']), 'torch' in sys.modules)"
+def test_a_check_on_the_command_line_imports_what_it_needs() -> None:
+    program = "import sys; from codalang.cli import main; print(main(['check', 'swiglu']), *sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "0 False"
+    code, *modules = done.stdout.splitlines()[-1].split()
+    assert code == "0" and "codalang.parser" in modules
+    assert not {"torch", "codalang.autodiff", "codalang.lower", "codalang.cli.kernels"} & set(modules)
+
+
+def test_every_command_is_in_the_module_that_is_said_to_have_it() -> None:
+    for command, module in cli._MODULES.items():
+        _, commands = cli._parsers(command)
+        assert command in commands and cli._MODULES.keys() >= commands.keys()
+        assert {name for name, other in cli._MODULES.items() if other == module} == set(commands)
+    _, commands = cli._parsers("")
+    assert list(commands) == list(cli._MODULES)
 
 
 @pytest.fixture
