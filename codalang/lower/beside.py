@@ -32,7 +32,7 @@ from codalang.lower.spec import KernelSpec
 from codalang.lower.worker import Compiled
 from codalang.lower.workers import WorkerError, Workers, number_beside
 
-Find = Callable[[], Iterable[KernelSpec]]
+Find = Callable[[], Iterable[Iterable[KernelSpec]]]
 
 _log = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def foreseen(find: Find) -> Iterator[None]:
-    """Meanwhile this thread needs kernels that `find` gives, in that order, and later perhaps more of them.  It is
-    asked once at most, and where it fails nothing is foreseen."""
+    """Meanwhile this thread needs kernels, which `find` gives in their order, then those that are likely to be needed
+    next.  It is asked once at most, and where it fails nothing is foreseen."""
     before, _thread.find = _thread.find, find
     try:
         yield
@@ -104,11 +104,12 @@ class _Helpers:
         if workers is None:
             return False
         try:
-            for spec in find():
-                key = load.key_of(spec)
-                with self._lock:
-                    if key != own and key not in self.pending and not load.is_there(key):
-                        self.pending[key] = workers.submit(spec)
+            for specs in find():
+                for spec in reversed(list(specs)):  # the caller comes from the other end
+                    key = load.key_of(spec)
+                    with self._lock:
+                        if key != own and key not in self.pending and not load.is_there(key):
+                            self.pending[key] = workers.submit(spec)
         except Exception:
             _log.debug("kernels could not be foreseen", exc_info=True)
         self._leave_to_others()
@@ -124,7 +125,7 @@ class _Helpers:
 
     def _claimed(self, most: int) -> Workers | None:
         cache = load.disk_cache()
-        if most < 1 or cache.shared is None:
+        if most < 1 or cache.shared is None or (self._workers is not None and self._workers.is_stopped):
             return None
         with self._lock:
             self._claim = self._claim or Claim(cache.shared / "workers.lock")

@@ -1,7 +1,7 @@
 """A process that compiles kernels for another, which started it and talks to it through its standard streams.
 
     in     pickled specs, each inside a pickled string of bytes, so that one that cannot be read ends nothing
-    out    pickled `Compiled`, in the same order
+    out    "ready", then pickled `Compiled`, in the same order
 
 It imports neither torch nor the program of whoever started it, is shown no GPU, and dies with the process that it works
 for, wherever it is in its work.
@@ -71,6 +71,8 @@ def main(parent: int) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1):
         os.dup2(nowhere, stream)
+    pickle.dump("ready", answers)
+    answers.flush()
     while True:
         try:
             data = pickle.load(asked)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from codalang.lower.worker import Compiled
 
 NUMBER = "CODALANG_COMPILE_WORKERS"  # how many, where the user knows better
 LINGER_SECONDS = 5.0  # the next program of a first step may come soon, and a worker takes one to start
+START_SECONDS = 120.0  # what has not answered by then is something else
 
 _START = "import sys; parent = int(sys.argv[1]); sys.path[:] = sys.argv[2:]; "
 _START += "from codalang.lower.worker import main; main(parent)"
@@ -75,6 +77,11 @@ class Workers:
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._threads = self._idle = 0
         self._stopped = False
+
+    @property
+    def is_stopped(self) -> bool:
+        """True after `stop`, and where one failed."""
+        return self._stopped
 
     @property
     def are_running(self) -> bool:
@@ -141,10 +148,14 @@ class Workers:
         if process is not None:
             process.kill()
             process.communicate()
+            with self._changed:
+                self._processes.discard(process)
         self._ended()
 
     def _started(self) -> subprocess.Popen[bytes]:
         environment = {NUMBER: "0", "CODALANG_CACHE_DIR": os.path.abspath(self._root), "CUDA_VISIBLE_DEVICES": ""}
+        if getattr(sys, "frozen", False):
+            raise OSError(f"{sys.executable} is no interpreter")
         process = subprocess.Popen(
             [sys.executable, "-c", _START, str(os.getpid()), *sys.path],
             env=os.environ | environment,
@@ -156,6 +167,10 @@ class Workers:
             self._processes.add(process)
             if self._stopped:
                 process.kill()
+        assert process.stdout is not None
+        if not select.select([process.stdout], [], [], START_SECONDS)[0]:
+            raise OSError(f"{sys.executable} does not answer")
+        pickle.load(process.stdout)
         return process
 
 

@@ -106,7 +106,7 @@ class Plan:
         self._repeated[key] = straight(self._count, self._constants, ran, self.results)
         return self._finished(slots)
 
-    def _kernels(self, given: list[Any]) -> Iterator[KernelSpec]:
+    def _kernels(self, given: list[Any]) -> Iterator[Iterable[KernelSpec]]:
         """The kernels that a call launches, then those of what is likely to run next.  `given`: numbers, and of tensors
         strides and addresses modulo 16."""
         setting = attrs.evolve(self.setting, device=torch.device("meta"))
@@ -115,8 +115,8 @@ class Plan:
         with rehearsal(self.setting.device) as specs:
             plan = Plan(self.program, setting, self.wanted, annotated=self._annotated, owned=self._owned)
             plan.run(list(values))
-        yield from specs
-        yield from self.later(values)
+        yield specs
+        yield self.later(values)
 
     def _slots(self, values: list[Any]) -> list[Any]:
         values += self._constants
