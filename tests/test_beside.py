@@ -313,6 +313,19 @@ def test_an_error_in_a_kernel_is_raised_where_it_is_called(cache):
     assert compile_each([WRONG, FIRST])[WRONG].error
 
 
+def test_after_an_interrupt_the_next_call_has_other_workers(cache):
+    with pytest.raises(KeyboardInterrupt), beside.foreseen(lambda: [SPECS]):
+        beside.function(FIRST)
+        before = beside._helpers._workers
+        raise KeyboardInterrupt
+    assert before.is_stopped and not beside._helpers.pending
+    cache.clear()
+    beside.function.cache_clear()
+    with beside.foreseen(lambda: [SPECS]):
+        beside.function(FIRST)
+        assert [f.result().error for f in beside._helpers.pending.values()] == [None, None]
+
+
 def test_an_error_of_foreseeing_is_none_of_the_call(cache):
     def find():
         yield [OTHERS[0]]
@@ -367,8 +380,9 @@ else:
             print(*[p.pid for p in helpers._workers._processes], flush=True)
             return done
         helpers.begin = begun
-        load.launcher = lambda spec: time.sleep(60)
+        load.launcher = lambda spec: time.sleep(60 if sys.argv[2] == "call" else 0)
         beside.function(test_beside.FIRST)
+        print("ended", flush=True)
 """
 
 
@@ -391,6 +405,15 @@ def test_a_script_needs_no_guard(tmp_path):
     shown, errors = process.communicate(timeout=120)
     assert shown.splitlines() == ["begun", "[None, None, None] False"], errors
     assert "Traceback" not in errors
+
+
+def test_nothing_waits_at_exit_for_what_is_compiled_in_the_background(tmp_path):
+    process = script(tmp_path, "end")
+    shown, errors = process.communicate(timeout=60)
+    begun, pids, ended = shown.splitlines()
+    assert (begun, ended, process.returncode) == ("begun", "ended", 0) and "Traceback" not in errors
+    assert not any(map(is_alive, map(int, pids.split())))
+    assert not names(tmp_path)
 
 
 def is_alive(pid: int) -> bool:
