@@ -1325,6 +1325,39 @@ def test_what_is_repeated_is_the_call_that_was_made(m):
         assert all(close(o, t, 2e-2) for o, t in zip(ours, theirs, strict=True))
 
 
+def test_backwards_are_repeated_as_they_were_made(m):
+    """Retained or not, with cotangents missing, for some of the gradients, and never in batches."""
+    function = ProgramFunction(m.widths.program)
+    ways = [
+        (retained, out, wrt) for retained in (True, False) for out in (0, 1, None) for wrt in (["x", "w", "v"], ["w"])
+    ]
+    order = random.Random(0).sample(ways * 3, 3 * len(ways))
+
+    def run(way: tuple[bool, int | None, list[str]]) -> list[Tensor]:
+        retained, out, wrt = way
+        given = values("widths", torch.bfloat16, lead=(16,))
+        made = results_of(function(**given))
+        some = made if out is None else [made[out]]
+        asked = [given[n] for n in wrt]
+        first = gradients(some, asked, cotangents(some), retain_graph=retained)
+        return [*first, *(gradients(some, asked, cotangents(some)) if retained else ())]
+
+    expected = {str(way): run(way) for way in ways}
+    with on_kernels():
+        found = [(way, run(way)) for way in order]
+        tapes = [again.tape for again in function._calls._again.values()]
+        assert (
+            len(tapes) == 1 and len(tapes[0]._again) == 6
+        )  # cotangents that are there; may what was saved be overwritten?
+        given = values("widths", torch.bfloat16, lead=(16,))
+        made = results_of(function(**given))
+        batch = [torch.stack((c, c)) for c in cotangents(made)]
+        with pytest.raises(CodaUnsupportedError, match="in a batch"):
+            torch.autograd.grad(made, floats(given), batch, is_grads_batched=True)
+    for way, ours in found:
+        assert all(close(o, t, 2e-2) for o, t in zip(ours, expected[str(way)], strict=True))
+
+
 def test_nothing_is_repeated_for_who_looks_at_each_step(m, monkeypatch):
     given, seen = values("widths", torch.bfloat16, lead=(16,), grad=False), []
     real = program_step.execute

@@ -13,10 +13,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from codalang.lower import run as lowered
-from codalang.torch import execute
+from codalang.torch.execute import launches_repeat_now
 from codalang.torch.opaque import is_traced
-from codalang.torch.program_autograd import Again, Shaped
+from codalang.torch.program_autograd import Again, Shaped, recorded
+from codalang.torch.program_plan import key_of
 from codalang.torch.signature import forms, key
 from codalang.torch.transforms import refuse_transforms
 
@@ -53,14 +53,12 @@ class Checked:
         if is_traced():  # sizes may be symbols, which are no keys
             return self._run(*self._check(values, *around), values)
         try:
-            # tests and recordings replace the first, the second is a switch
-            seen = (lowered.function, lowered.overlap, torch.is_grad_enabled(), around, forms(values))
+            seen = (*key_of(forms(values)), torch.is_grad_enabled(), around)
         except RuntimeError:  # a tensor without a shape, strides or memory: `check` says which, or takes it
             return self._run(*self._check(values, *around), values)
         again = self._again.get(seen)
-        if again is not None and execute.current_device() == again.device:
-            if not execute.stepwise and not execute.is_reference_only():
-                return again.launches(values) if again.tape is None else again.tape.apply(again.launches, values)
+        if again is not None and launches_repeat_now(again.device):
+            return again.launches(values) if again.tape is None else recorded(again.tape, again.launches, *values)
         binding, run = self._call(values, around)
         if isinstance(run, Shaped) and not binding.moved:
             again = run.again(values)

@@ -194,6 +194,11 @@ def launches_repeat(device: torch.device) -> bool:
     return device.type == "cuda" and _is_hopper(device.index) and not stepwise and not is_reference_only()
 
 
+def launches_repeat_now(index: int) -> bool:
+    """The same of a device where launches were remembered: is it the current one, too?"""
+    return current_device() == index and not stepwise and not is_reference_only()
+
+
 def is_autocast_on(device: torch.device) -> bool:
     """True under autocast for that device.  Asking torch for one device costs more than asking for any."""
     return torch._C._is_any_autocast_enabled() and device.type != "meta" and torch.is_autocast_enabled(device.type)

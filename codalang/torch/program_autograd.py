@@ -38,9 +38,10 @@ from codalang.ir.names import Namer
 from codalang.ir.program import Matmul, Product, Program, ProgramParam, Statement, TensorType, Vector
 from codalang.ir.types import Dtype
 from codalang.lower.spec import KernelSpec
-from codalang.torch.execute import rehearsal
+from codalang.torch.execute import launches_repeat_now, rehearsal
+from codalang.torch.opaque import is_traced
 from codalang.torch.program_opaque import run_plan
-from codalang.torch.program_plan import Plan
+from codalang.torch.program_plan import Plan, key_of, lie
 from codalang.torch.program_step import Finish, Setting, Wanted
 from codalang.torch.program_straight import Straight
 from codalang.torch.program_values import types_of
@@ -49,6 +50,7 @@ from codalang.torch.transforms import refuse_batches
 
 Flags = tuple[bool, ...]
 Names = frozenset[str]
+_MOST_FORMS = 64  # of what a backward has, remembered by a tape
 
 
 @attrs.define(eq=False)
@@ -205,7 +207,8 @@ class Shaped:
         tape = self._recording(values)
         if tape is None:
             return run_plan(self.plan, values)
-        return tape.apply(functools.partial(run_plan, tape.plan), values)
+        results: Sequence[Tensor] = recorded(tape, functools.partial(run_plan, tape.plan), *values)
+        return results
 
     def again(self, values: list[Any]) -> Again | None:
         """What runs a call with arguments of these forms, where one was run on kernels."""
@@ -274,12 +277,35 @@ class ProgramTape:
             flat if has else shape for flat, shape, has in zip(self.plan.flat, self.plan.shapes, pairs, strict=True)
         )
         self._steps: dict[tuple[Flags, Flags], ProgramStep] = {}
+        self._again: dict[object, Callable[[list[Any]], Sequence[Tensor | None]]] = {}
         self._differentiable: dict[tuple[Flags, Flags], DifferentiableStep] = {}
 
-    def apply(self, run: Straight, values: list[Any]) -> tuple[Tensor, ...]:
-        """Run the forward by `run`, recorded."""
-        results: tuple[Tensor, ...] = _apply(self, run, *values)
-        return results
+    def backward(self, needs: Flags, private: bool, have: list[Any]) -> Sequence[Tensor | None]:
+        """A gradient for each argument, from what was saved, the numbers and the cotangents.  Takes the list.
+
+        `private`: see `ProgramStep.plan`.
+        """
+        if is_traced():
+            return self._step_for(needs, have).run(private, have)
+        try:
+            seen = (key_of(lie(have)), needs, private)
+        except RuntimeError:  # cotangents without memory: a batch of them is refused
+            return self._step_for(needs, have).run(private, have)
+        again = self._again.get(seen)
+        if again is not None and launches_repeat_now(self.setting.device.index):
+            return again(have)
+        step = self._step_for(needs, have)
+        again = step.again(private, have)
+        if again is not None:
+            if len(self._again) >= _MOST_FORMS:
+                self._again.clear()
+            self._again[seen] = again
+        return step.run(private, have)
+
+    def _step_for(self, needs: Flags, have: list[Any]) -> ProgramStep:
+        cotangents = have[len(have) - self.visible :]
+        refuse_batches(cotangents)
+        return self.step(needs, tuple([c is not None for c in cotangents]))
 
     def _backward_kernels(self, wanted: Sequence[Wanted], requires: Flags, values: list[Any]) -> Iterable[KernelSpec]:
         """Those of the usual backward, from all cotangents, for a call of tensors on `meta`."""
@@ -424,6 +450,7 @@ class ProgramStep:
     """
 
     def __init__(self, tape: ProgramTape, wrt: Names, given: Names) -> None:
+        self.tape = tape
         derivative, filled = tape.derivative(wrt, given)
         self.gradients = _Gradients.of(tape, derivative.gradients, wrt, copied=False)
         results = tuple(wanted.name for wanted in self.gradients.wanted)
@@ -475,6 +502,20 @@ class ProgramStep:
             self._plans[private] = Plan(self._program, self._setting, self.gradients.wanted, annotated=(), owned=owned)
         return self._plans[private]
 
+    def run(self, private: bool, have: list[Any]) -> list[Tensor | None]:
+        """A gradient for each argument, from what `places` are in.  Takes the list."""
+        return self._run(functools.partial(run_plan, self.plan(private)), have)
+
+    def again(self, private: bool, have: list[Any]) -> Callable[[list[Any]], list[Tensor | None]] | None:
+        """What does the same for values of these forms, where it ran on such on kernels."""
+        launches = self.plan(private).again(self.arguments(have))
+        return None if launches is None else functools.partial(self._run, launches)
+
+    def _run(self, run: Straight, have: list[Any]) -> list[Tensor | None]:
+        values = self.arguments(have)
+        have.clear()  # nothing but the list of values holds what was saved
+        return self.gradients.spread(self.tape, run(values))
+
 
 class DifferentiableStep:
     """One backward as a call of a program of cotangents and arguments."""
@@ -524,30 +565,25 @@ class _Call(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         tape: ProgramTape = ctx.tape
         needs: Flags = ctx.needs_input_grad[2:]
-        present = tuple([c is not None for c in cotangents])
-        if True not in present:
+        if all([c is None for c in cotangents]):
             return (None,) * (2 + len(needs))
-        refuse_batches(cotangents)
         if torch.is_grad_enabled():
-            return (None, None, *_differentiable_backward(ctx, tape, needs, cotangents, present))
-        step = tape.step(needs, present)
+            return (None, None, *_differentiable_backward(ctx, tape, needs, cotangents))
         have = [*ctx.saved_tensors, *ctx.numbers, *cotangents]
         last = not torch._C._autograd._get_current_graph_task_keep_graph()
         if last:
             ctx.maybe_clear_saved_tensors()
             ctx.rest = None
-        values = step.arguments(have)
-        del have  # nothing but the list holds what was saved
-        results = run_plan(step.plan(last and ctx.private), values)
-        return (None, None, *step.gradients.spread(tape, results))
+        return (None, None, *tape.backward(needs, last and ctx.private, have))
 
 
 def _differentiable_backward(
-    ctx: Any, tape: ProgramTape, needs: Flags, cotangents: Sequence[Tensor | None], present: Flags
+    ctx: Any, tape: ProgramTape, needs: Flags, cotangents: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     if ctx.rest is None:
         raise RuntimeError("the graph of this call was freed by an earlier backward: pass retain_graph=True to it")
-    step = tape.differentiable(needs, present)
+    refuse_batches(cotangents)
+    step = tape.differentiable(needs, tuple([c is not None for c in cotangents]))
     arguments: dict[int, Any] = dict(zip(tape.kept_params, ctx.saved_tensors, strict=False))
     arguments.update(zip(tape.numbers, ctx.numbers, strict=True))
     for slot, (tensor, version) in zip(tape.rest, ctx.rest, strict=True):
@@ -564,4 +600,4 @@ def _differentiable_backward(
 
 
 # What Function.apply adds to this prepares for torch.func, which calls refuse, and costs as much as all of our own.
-_apply: Any = super(torch.autograd.Function, _Call).apply
+recorded: Any = super(torch.autograd.Function, _Call).apply

@@ -87,13 +87,13 @@ class Plan:
         """What runs it on arguments of these forms, where it ran on such and their device is the current one."""
         device = self.setting.device
         if launches_repeat(device) and execute.current_device() == device.index:
-            return self._repeated.get(_key(_forms(values)))
+            return self._repeated.get(key_of(lie(values)))
         return None
 
     def _launch(self, values: list[Any]) -> list[Tensor]:
         """Run the steps; where they ran before on arguments of the same forms, nothing but addresses is looked at."""
-        forms = _forms(values)
-        key = _key(forms)
+        forms = lie(values)
+        key = key_of(forms)
         again = self._repeated.get(key)
         if again is not None:
             return again(values)
@@ -127,13 +127,16 @@ class Plan:
         return [slots[slot] if finish is None else finish(slots[slot]) for slot, finish in self.results]
 
 
-def _forms(values: list[Any]) -> list[tuple[tuple[int, ...], int] | None]:
-    """Strides and addresses modulo 16 of the tensors."""
+def lie(values: Sequence[Any]) -> list[tuple[tuple[int, ...], int] | None]:
+    """How tensors lie in memory: their strides, and their addresses modulo 16.
+
+    Raises RuntimeError for those that do not, batches above all.
+    """
     return [(v.stride(), v.data_ptr() & 15) if isinstance(v, Tensor) else None for v in values]
 
 
-def _key(forms: Sequence[object]) -> tuple[object, ...]:
-    """With what tests and recordings replace, and a switch."""
+def key_of(forms: Sequence[object]) -> tuple[object, ...]:
+    """What launches are remembered under: forms of values, what tests and recordings replace, and a switch."""
     return (run.function, run.overlap, *forms)
 
 
