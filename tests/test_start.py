@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,6 +62,27 @@ def test_every_command_is_in_the_module_that_is_said_to_have_it() -> None:
         assert {name for name, other in cli._MODULES.items() if other == module} == set(commands)
     _, commands = cli._parsers("")
     assert list(commands) == list(cli._MODULES)
+
+
+def test_a_kernel_on_disk_is_loaded_without_the_compiler(tmp_path: Path) -> None:
+    program = """
+import sys, torch
+from codalang.cli.specs import forward_spec
+from codalang.lower import load
+from codalang.parser import parse
+from codalang.sources import resolve
+spec = forward_spec(parse(resolve("swiglu")).epilogues["swiglu"], "bf16", 4096, 4096, 4096)
+assert callable(load.launcher(spec))
+print(*sys.modules)
+"""
+    environment = os.environ | {"CODALANG_CACHE_DIR": str(tmp_path)}
+    run = [sys.executable, "-W", "ignore", "-c", program]
+    cold, warm = (
+        set(subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout.split())
+        for _ in range(2)
+    )
+    assert "cutlass" in cold
+    assert "tvm_ffi" in warm and "cutlass" not in warm
 
 
 @pytest.fixture
