@@ -54,8 +54,8 @@ class Checked:
             return self._run(*self._check(values, *around), values)
         try:
             seen = (*key_of(forms(values)), torch.is_grad_enabled(), around)
-        except RuntimeError:  # a tensor without a shape, strides or memory: `check` says which, or takes it
-            return self._run(*self._check(values, *around), values)
+        except RuntimeError:  # what has no memory runs on no kernel
+            return self._run(*self._call(values, around), values)
         again = self._again.get(seen)
         if again is not None and launches_repeat_now(again.device):
             return again.launches(values) if again.tape is None else recorded(again.tape, again.launches, *values)
@@ -72,7 +72,10 @@ class Checked:
         return run(values)
 
     def _call(self, values: list[Any], around: tuple[object, ...]) -> tuple[Binding, Shaped | Run]:
-        seen = (key(values), around)
+        try:
+            seen = (key(values), around)
+        except RuntimeError:  # a tensor without a shape: `check` says which
+            return self._check(values, *around)
         found = self._found.get(seen)
         return found or _remember(self._found, seen, self._check(values, *around))
 

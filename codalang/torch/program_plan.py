@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from codalang.ir.program import Program
-from codalang.lower import run
+from codalang.lower import call, run
 from codalang.lower.beside import foreseen
 from codalang.lower.spec import KernelSpec
 from codalang.torch import execute
@@ -137,7 +137,7 @@ def lie(values: Sequence[Any]) -> list[tuple[tuple[int, ...], int] | None]:
 
 def key_of(forms: Sequence[object]) -> tuple[object, ...]:
     """What launches are remembered under: forms of values, what tests and recordings replace, and a switch."""
-    return (run.function, run.overlap, *forms)
+    return (run.function, call.empty, run.overlap, *forms)
 
 
 def _on_meta(shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int], address: int) -> Tensor:

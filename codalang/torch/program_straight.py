@@ -3,7 +3,7 @@
     def steps(given):
         s0, s1 = given
         given.clear()
-        s2 = empty(shape, strides, dtype=dtype, device=device)
+        s2 = empty(shape, strides, dtype)
         launch(s0, s1, (), (s2,), *tail)
         del s0, s1
         return [s2]
@@ -50,6 +50,15 @@ def straight(
 
 def _slot(index: int) -> str:
     return f"s{index}"
+
+
+def _allocator(device: torch.device) -> Callable[..., Tensor]:
+    """`call.empty` on the current device: by what torch's own compiled code calls, at half the cost for the host."""
+    compiled: Callable[..., Tensor] | None = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    if call.empty is torch.empty_strided and compiled is not None:
+        return compiled
+    empty = call.empty
+    return lambda shape, strides, dtype: empty(shape, strides, dtype=dtype, device=device)
 
 
 def _tuple(items: Any) -> str:
@@ -110,9 +119,8 @@ class _Function:
         self.line(f"{self.name('launch', known.launch)}({arguments})")
 
     def _new(self, buffer: call.Buffer, device: torch.device) -> str:
-        empty, dtype = self.name("empty", call.empty), self.name("dtype", buffer.dtype)
-        strides = call.contiguous(buffer.shape)
-        return f"{empty}({buffer.shape}, {strides}, dtype={dtype}, device={self.name('device', device)})"
+        empty, dtype = self.name("empty", _allocator(device)), self.name("dtype", buffer.dtype)
+        return f"{empty}({buffer.shape}, {call.contiguous(buffer.shape)}, {dtype})"
 
     def _given(self, step: Step) -> Mapping[str, str]:
         """The tensors that outputs are written into, by the outputs' names."""
