@@ -16,7 +16,7 @@ import attrs
 import golden_cases
 import pytest
 import torch
-from hypothesis import given, note, settings
+from hypothesis import example, given, note, settings
 from hypothesis import strategies as st
 from oracles import absolute_contributions, as_leaf, assert_within, autograd, backward_inputs, derived
 from strategies import JUMPS, NOT_SMOOTH, cotangents_for, epilogues, extents, fitted, inputs_for
@@ -625,6 +625,9 @@ def _choices(draw: Callable[..., object]) -> tuple[list[Node], list[int], dict[i
 
 
 @given(_choices())
+@example(
+    ([Node("param", (), tile(), "p"), Node("map", (0,), tile())], [1], dict.fromkeys((0, 1), Kept("any", "v", HALF)))
+)
 def test_the_cut_is_minimal(choice: tuple[list[Node], list[int], dict[int, Kept]]) -> None:
     nodes, needed, ways = choice
     chosen = choose(nodes, needed, ways, free=[False] * len(nodes))
