@@ -52,15 +52,6 @@ def _slot(index: int) -> str:
     return f"s{index}"
 
 
-def _allocator(device: torch.device) -> Callable[..., Tensor]:
-    """`call.empty` on the current device: by what torch's own compiled code calls, at half the cost for the host."""
-    compiled: Callable[..., Tensor] | None = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
-    if call.empty is torch.empty_strided and compiled is not None:
-        return compiled
-    empty = call.empty
-    return lambda shape, strides, dtype: empty(shape, strides, dtype=dtype, device=device)
-
-
 def _tuple(items: Any) -> str:
     return "(" + "".join(f"{item}, " for item in items).rstrip() + ")"
 
@@ -119,7 +110,7 @@ class _Function:
         self.line(f"{self.name('launch', known.launch)}({arguments})")
 
     def _new(self, buffer: call.Buffer, device: torch.device) -> str:
-        empty, dtype = self.name("empty", _allocator(device)), self.name("dtype", buffer.dtype)
+        empty, dtype = self.name("empty", call.allocator(device)), self.name("dtype", buffer.dtype)
         return f"{empty}({buffer.shape}, {call.contiguous(buffer.shape)}, {dtype})"
 
     def _given(self, step: Step) -> Mapping[str, str]:
