@@ -44,7 +44,7 @@ from codalang.bench.report import aligned  # noqa: E402
 from codalang.bench.timing import Timing, interleaved  # noqa: E402
 from codalang.lower import ahead  # noqa: E402
 from codalang.lower.folded import Matrix  # noqa: E402
-from codalang.torch import execute, program_plan, program_step  # noqa: E402
+from codalang.torch import execute, program_step  # noqa: E402
 
 Row = dict[str, object]
 Call = Callable[[], object]
@@ -328,7 +328,7 @@ Recorded = tuple[execute.Job, list[object]]
 def recorded_steps() -> Iterator[list[Recorded]]:
     """Within it, the steps of every program that runs, with the tensors that they are given."""
     steps: list[Recorded] = []
-    real, possible = program_step.execute, program_plan.kernels_possible
+    real = program_step.execute
 
     def record(job: execute.Job, values: list[object], out: Mapping[str, Tensor] | None = None) -> list[Tensor]:
         overwritten = {id(tensor) for tensor in (out or {}).values()}
@@ -336,11 +336,11 @@ def recorded_steps() -> Iterator[list[Recorded]]:
         return real(job, values, out)
 
     program_step.execute = record  # type: ignore[assignment]
-    program_plan.kernels_possible = lambda device: False  # launches that are remembered would not be seen
+    execute.stepwise = True
     try:
         yield steps
     finally:
-        program_step.execute, program_plan.kernels_possible = real, possible
+        program_step.execute, execute.stepwise = real, False
 
 
 def step_rows(name: str, options: argparse.Namespace) -> Iterator[Row]:

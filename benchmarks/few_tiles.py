@@ -21,11 +21,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import attrs
@@ -41,7 +38,7 @@ from torch import Tensor  # noqa: E402
 
 from codalang.autodiff import derive  # noqa: E402
 from codalang.bench.timing import interleaved  # noqa: E402
-from codalang.lower import balance, load, plan, run, split  # noqa: E402
+from codalang.lower import balance, plan, run, split  # noqa: E402
 from codalang.lower.call import forget  # noqa: E402
 from codalang.lower.dtypes import DTYPE_NAMES  # noqa: E402
 from codalang.lower.folded import Matrix, box  # noqa: E402
@@ -295,14 +292,6 @@ GROUPS: dict[str, Callable[[], Iterator[Comparison]]] = {
 }
 
 
-def _library(spec: KernelSpec) -> str | None:
-    try:
-        load.library(spec)
-    except Exception as error:  # told, not raised: the others are of use
-        return f"{spec.config}: {type(error).__name__}: {error}"[:300]
-    return None
-
-
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -320,8 +309,8 @@ def main() -> None:
         torch.cuda.synchronize()
     forget()
     globals().update(recording=False)
-    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
-        failures = [why for why in pool.map(_library, specs) if why]
+    outcome = gpu_compile.compile_each(specs)  # errors are told, not raised: the others are of use
+    failures = [f"{spec.config}: {compiled.error}"[:300] for spec, compiled in outcome.items() if compiled.error]
     print(f"{len(specs)} kernels compiled, {len(failures)} failed: {failures}", flush=True)
     results = []
     for group in options.only:

@@ -679,6 +679,15 @@ def test_the_command_end_to_end(
     assert found.host == {"torch.mul": 7.0}
 
 
+def test_the_launch_that_is_timed_is_that_of_the_timed_gemm() -> None:
+    with emulated() as specs:
+        launch, gemm = host.launch("cpu"), host.calls("cpu")["lower.run.gemm"]
+        timed, made = launch(), gemm()
+    assert [t.shape for t in timed] == [t.shape for t in made.values()]
+    assert not any(t.isnan().any() for t in timed)  # of all that is poisoned, nothing is left
+    assert len(specs) == 1
+
+
 def child(code: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import math
 import pickle
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -1088,8 +1090,8 @@ def on_kernels() -> Iterator[list[object]]:
 
     with pytest.MonkeyPatch.context() as patch, emulated() as specs:
         patch.setattr(execute, "_takes_kernel", takes)
-        patch.setattr(program_plan, "kernels_possible", lambda device: True)
-        patch.setattr(torch.cuda, "current_device", lambda: None)
+        patch.setattr(program_plan, "launches_repeat", lambda device: True)
+        patch.setattr(execute, "current_device", lambda: None)
         yield specs
 
 
@@ -1124,9 +1126,9 @@ def test_kernels_do_what_the_reference_does(m, monkeypatch):
         assert all(close(o, t, 4e-3) for o, t in zip(ours[:2], theirs[:2], strict=True))
     assert any(spec.operand and spec.operand.b_folding.rows for spec in specs)
     assert {spec.parts for spec in specs if spec.parts is not None} >= {("sum", "", ""), ("sum", "")}
-    (tape,) = next(iter(function._calls._found.values()))[1].args[0]._tapes.values()
+    (tape,) = next(iter(function._calls._found.values()))[1]._tapes.values()
     assert len(tape.plan._repeated) == 2
-    assert not any(hasattr(step, "__self__") for step in next(iter(tape.plan._repeated.values())))  # all are launches
+    assert "execute" not in next(iter(tape.plan._repeated.values())).__doc__  # all are launches
     backward = next(iter(tape._steps.values())).plan(True)
     assert len(backward._repeated) == 2
 
@@ -1289,6 +1291,92 @@ def test_a_launch_is_not_repeated_where_the_reference_is_asked_for(m):
     with recorded() as ran:
         m.widths(**given)
     assert len(ran) == 1
+
+
+def test_what_is_repeated_is_the_call_that_was_made(m):
+    """Of calls that differ in how tensors lie, in what requires a gradient and in what is recorded, in any order."""
+    generator = torch.Generator().manual_seed(0)
+    names = list(values("widths"))
+    ways = list(itertools.product(("plain", "strides", "address"), ((), names[:1], names), (True, False)))
+    calls = []
+    for lie, wanted, recorded in random.Random(0).sample(ways * 4, 4 * len(ways)):
+        given = {n: torch.randn(v.shape, generator=generator) / 4 for n, v in values("widths", lead=(16,)).items()}
+        given = {n: v.bfloat16() for n, v in given.items()}
+        if lie == "strides":
+            given |= {n: given[n].t().contiguous().t() for n in ("x", "w")}
+        if lie == "address":
+            given = {n: torch.cat((v.new_zeros(1), v.flatten()))[1:].view(v.shape) for n, v in given.items()}
+        calls.append(({n: v.requires_grad_(n in wanted) for n, v in given.items()}, wanted, recorded))
+
+    def run(call: tuple[dict[str, Tensor], list[str], bool]) -> list[Tensor]:
+        given, wanted, recorded = call
+        with torch.set_grad_enabled(recorded):
+            made = results_of(function(**given))
+        assert all(o.requires_grad == (recorded and bool(wanted)) for o in made)
+        found = gradients(made, [given[n] for n in wanted], cotangents(made)) if recorded and wanted else []
+        return [*(o.detach() for o in made), *found]
+
+    function = ProgramFunction(m.widths.program)
+    expected = [run(call) for call in calls]
+    with on_kernels():
+        found = [run(call) for call in calls]
+        assert len(function._calls._again) == len(ways)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(close(o, t, 2e-2) for o, t in zip(ours, theirs, strict=True))
+
+
+def test_backwards_are_repeated_as_they_were_made(m):
+    """Retained or not, with cotangents missing, for some of the gradients, and never in batches."""
+    function = ProgramFunction(m.widths.program)
+    ways = [
+        (retained, out, wrt) for retained in (True, False) for out in (0, 1, None) for wrt in (["x", "w", "v"], ["w"])
+    ]
+    order = random.Random(0).sample(ways * 3, 3 * len(ways))
+
+    def run(way: tuple[bool, int | None, list[str]]) -> list[Tensor]:
+        retained, out, wrt = way
+        given = values("widths", torch.bfloat16, lead=(16,))
+        made = results_of(function(**given))
+        some = made if out is None else [made[out]]
+        asked = [given[n] for n in wrt]
+        first = gradients(some, asked, cotangents(some), retain_graph=retained)
+        return [*first, *(gradients(some, asked, cotangents(some)) if retained else ())]
+
+    expected = {str(way): run(way) for way in ways}
+    with on_kernels():
+        found = [(way, run(way)) for way in order]
+        tapes = [again.tape for again in function._calls._again.values()]
+        assert (
+            len(tapes) == 1 and len(tapes[0]._again) == 6
+        )  # cotangents that are there; may what was saved be overwritten?
+        given = values("widths", torch.bfloat16, lead=(16,))
+        made = results_of(function(**given))
+        batch = [torch.stack((c, c)) for c in cotangents(made)]
+        with pytest.raises(CodaUnsupportedError, match="in a batch"):
+            torch.autograd.grad(made, floats(given), batch, is_grads_batched=True)
+    for way, ours in found:
+        assert all(close(o, t, 2e-2) for o, t in zip(ours, expected[str(way)], strict=True))
+
+
+def test_nothing_is_repeated_for_who_looks_at_each_step(m, monkeypatch):
+    given, seen = values("widths", torch.bfloat16, lead=(16,), grad=False), []
+    real = program_step.execute
+
+    def noting(job, *arguments):
+        seen.append(job)
+        return real(job, *arguments)
+
+    function = ProgramFunction(m.widths.program)
+    monkeypatch.setattr(program_step, "execute", noting)
+    with on_kernels():
+        for _ in range(3):
+            function(**given)
+        assert function._calls._again and not seen
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(program_plan, "launches_repeat", lambda device: not execute.stepwise)
+            patch.setattr(execute, "stepwise", True)
+            function(**given)
+        assert seen
 
 
 def test_launches_are_remembered_apart_where_kernels_overlap(m, monkeypatch):

@@ -20,17 +20,21 @@ A unit is one value of two bytes per element of [M, N].
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from fractions import Fraction
+from itertools import pairwise
+from math import inf
 
 import attrs
-import networkx
 
 from codalang.ir.epilogue import Node
 
 # A unit of traffic outweighs whatever memory can be kept; capacities are integers so that the flow is exact.
 _TRAFFIC = 1 << 40
 _SCALE = 4
+# vertex -> vertex -> how much more can flow between them; an edge back has what flows forward
+_Network = dict[Hashable, dict[Hashable, float]]
+
 _BYTES: dict[str | None, int] = {"f32": 4, "i32": 4, "i64": 8, "bool": 1}
 
 
@@ -100,18 +104,53 @@ def _met(nodes: Sequence[Node], needed: Collection[int], cut: Collection[int], f
     return seen & set(forced)
 
 
-def _cheapest(network: networkx.DiGraph, ways: Mapping[int, Kept]) -> dict[int, Kept] | None:
-    """The minimum cut as the values to load; None where there is no finite one."""
-    if "source" not in network or "sink" not in network:
-        return {}
-    try:
-        # networkx gives the cut nearest its sink; the flow runs from what is needed to the parameters.
-        _, (above, below) = networkx.minimum_cut(
-            network, "source", "sink", flow_func=networkx.algorithms.flow.shortest_augmenting_path
-        )
-    except networkx.NetworkXUnbounded:
+def _cheapest(network: _Network, ways: Mapping[int, Kept]) -> dict[int, Kept] | None:
+    """The minimum cut as the values to load; None where there is no finite one.  It takes the network's room."""
+    below = _below(network)
+    if below is None:
         return None
-    return {index: ways[index] for index in sorted(ways) if (index, "use") in above and (index, "make") in below}
+    crossed = {i for i in ways if (i, "use") in network and (i, "use") not in below and (i, "make") in below}
+    return {index: ways[index] for index in sorted(crossed)}
+
+
+def _below(network: _Network) -> Collection[Hashable] | None:
+    """The sink's side of the minimum cut that is nearest to it; None where the flow has no bound.
+
+    Dinic's algorithm: a flow as large as can be along the shortest paths, while there are any.  Nothing recurses.
+    """
+    while "source" in (distance := _distances(network)):
+        untried = {vertex: list(network[vertex]) for vertex in distance}
+        path: list[Hashable] = ["source"]
+        while path:
+            tail = path[-1]
+            if tail == "sink":
+                room = min(network[a][b] for a, b in pairwise(path))
+                if room == inf:
+                    return None
+                for a, b in pairwise(path):
+                    network[a][b] -= room
+                    network[b][a] += room
+                path = ["source"]
+            elif not untried[tail]:
+                path.pop()
+                if path:
+                    untried[path[-1]].pop()
+            elif network[tail][head := untried[tail][-1]] and distance.get(head, inf) < distance[tail]:
+                path.append(head)
+            else:
+                untried[tail].pop()
+    return distance
+
+
+def _distances(network: _Network) -> dict[Hashable, int]:
+    """How many edges with room it takes to the sink, from each vertex that reaches it."""
+    distance: dict[Hashable, int] = {"sink": 0}
+    for vertex in (queue := list(distance)):
+        for before in network.get(vertex, ()):
+            if before not in distance and network[before][vertex]:
+                distance[before] = distance[vertex] + 1
+                queue.append(before)
+    return distance
 
 
 def _network(
@@ -120,27 +159,26 @@ def _network(
     ways: Mapping[int, Kept],
     free: Sequence[bool],
     forced: Collection[int],
-) -> networkx.DiGraph:
-    """The flow network: needed values -> `use` of a value -> `make` of it -> use of its operands -> parameters.
+) -> _Network:
+    """The flow network: needed values -> `use` of a value -> `make` of it -> use of its operands -> parameters."""
+    network: _Network = {}
 
-    An edge without a capacity is infinite.
-    """
-    network = networkx.DiGraph()
+    def edge(tail: Hashable, head: Hashable, capacity: float = inf) -> None:
+        network.setdefault(tail, {})[head] = capacity
+        network.setdefault(head, {}).setdefault(tail, 0)
+
     pending = [i for i in needed if not free[i] and i not in forced]
     for index in pending:
-        network.add_edge("source", (index, "use"))
+        edge("source", (index, "use"))
     seen = set(pending)
     while pending:
         index = pending.pop()
-        if index in ways:
-            network.add_edge((index, "use"), (index, "make"), capacity=ways[index].capacity)
-        else:
-            network.add_edge((index, "use"), (index, "make"))
+        edge((index, "use"), (index, "make"), ways[index].capacity if index in ways else inf)
         if nodes[index].op == "param":
-            network.add_edge((index, "make"), "sink")
+            edge((index, "make"), "sink")
         for arg in nodes[index].args:
             if not free[arg] and arg not in forced:
-                network.add_edge((index, "make"), (arg, "use"))
+                edge((index, "make"), (arg, "use"))
                 if arg not in seen:
                     seen.add(arg)
                     pending.append(arg)

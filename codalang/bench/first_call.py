@@ -45,6 +45,7 @@ def _spawned(name: str, folder: Path) -> subprocess.Popen[str]:
     package = str(Path(__file__).resolve().parents[2])
     environment = os.environ | {"CODALANG_CACHE_DIR": str(folder)}
     environment["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
     # as a file, not as a module: that would import codalang before the clock runs
     command = [sys.executable, "-P", str(Path(__file__).resolve()), name]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

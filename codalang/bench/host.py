@@ -10,6 +10,7 @@ import codalang
 from codalang.bench.timing import Call, host_microseconds
 from codalang.bench.workloads import derived
 from codalang.lower import ahead, run
+from codalang.lower.call import listening
 
 PROGRAM = """program linear(a: [M, K], w: [N, K]) {
     y = a @ w.T
@@ -18,9 +19,8 @@ PROGRAM = """program linear(a: [M, K], w: [N, K]) {
 
 
 def calls(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> dict[str, Call]:
-    """What is timed, by name."""
-    a = torch.randn(128, 256, device=device, dtype=dtype)
-    w = torch.randn(512, 256, device=device, dtype=dtype)
+    """What is timed, by name, but for `launch`."""
+    a, w = _operands(device, dtype)
     a_grad, w_grad = a.clone().requires_grad_(), w.clone().requires_grad_()
     cotangent = torch.randn(128, 256, device=device, dtype=dtype)
     module, program = codalang.load("swiglu"), codalang.load(PROGRAM)
@@ -44,6 +44,23 @@ def calls(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> dict[str
     }
 
 
+def launch(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Call:
+    """The kernel of `lower.run.gemm` itself, called with its arguments at hand.  It is compiled here, where it is not
+    on disk."""
+    a, w = _operands(device, dtype)
+    with listening() as launched:
+        run.gemm(derived("swiglu").forward, a, w, {})
+    (known,) = launched
+    outputs = tuple(buffer.allocate(known.device, {}) for result in known.results for buffer in result.buffers)
+    compiled, tail = known.launch, known.tail
+
+    def call() -> tuple[torch.Tensor, ...]:
+        compiled(a, w, (), outputs, *tail)
+        return outputs
+
+    return call
+
+
 def microseconds() -> dict[str, float]:
     """Of each call, the median.  Their kernels are compiled before, in parallel."""
     timed = calls()
@@ -51,4 +68,9 @@ def microseconds() -> dict[str, float]:
         for call in timed.values():
             call()
     ahead.compile_each(specs)
+    timed = {"launch of a compiled kernel": launch()} | timed
     return {name: host_microseconds(call) for name, call in timed.items()}
+
+
+def _operands(device: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(128, 256, device=device, dtype=dtype), torch.randn(512, 256, device=device, dtype=dtype)

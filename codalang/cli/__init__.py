@@ -29,6 +29,7 @@ command line is wrong.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -41,6 +42,20 @@ from codalang.cli.streams import drop_output, ready_streams
 from codalang.errors import CodaCallError, CodaError
 
 OK, WRONG, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+# Which module has a command: one that is given is the only one that is imported.
+_MODULES = {
+    "check": "text",
+    "fmt": "text",
+    "grad": "text",
+    "emit": "kernels",
+    "compile": "kernels",
+    "explain": "explain",
+    "graph": "graph",
+    "run": "trial",
+    "bench": "bench",
+    "tune": "tune",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     """Parse and run a command line."""
     try:
-        parser, commands = _parsers()
+        parser, commands = _parsers(arguments[0] if arguments else "")
         if arguments and arguments[0] in commands:
             arguments = [arguments[0], *positionals_first(commands[arguments[0]], arguments[1:])]
         options = parser.parse_args(arguments)
@@ -134,10 +149,8 @@ def _red(text: str) -> str:
     return f"\033[31;1m{text}\033[0m" if colour else text
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """The parser of a command line, and those of the commands."""
-    from codalang.cli import bench, explain, graph, kernels, text, trial, tune
-
+def _parsers(command: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser of a command line, and those of the commands in its module; of all, where it is none."""
     parser = _Parser(
         prog="codalang",
         description="GEMM epilogues as programs, with derived backward kernels.",
@@ -145,8 +158,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
     )
     parser.add_argument("--version", action="version", version=f"codalang {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (text, kernels, explain, graph, trial, bench, tune):
-        module.add_commands(commands)
+    for module in dict.fromkeys([_MODULES[command]] if command in _MODULES else _MODULES.values()):
+        importlib.import_module(f"codalang.cli.{module}").add_commands(commands)
     return parser, commands.choices
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from codalang.autodiff import Derivative, derive
 from codalang.cli import OK, WRONG, add_json, add_program, describe, print_json, report_errors
 from codalang.cli.programs import load_program, read_file, selected
 from codalang.cli.streams import write_program
@@ -29,6 +28,7 @@ from codalang.ir.types import Dtype
 from codalang.parser.format import format_source
 
 if TYPE_CHECKING:
+    from codalang.autodiff import Derivative
     from codalang.autodiff.program_derivative import ProgramDerivative
 
 
@@ -216,6 +216,8 @@ def derived(
     budget: float | None = None,
 ) -> Derivative:
     """The derivative of the simplified epilogue."""
+    from codalang.autodiff import derive
+
     return derive(simplify(epilogue), wrt=wrt, cotangents=cotangents, budget=budget)
 
 

@@ -148,6 +148,16 @@ class Cache:
                 return self._keep_privately(name, data)
             return entry
 
+    @property
+    def shared(self) -> Path | None:
+        """The folder that other processes find objects in; None where there is none."""
+        return self._folder()
+
+    def has(self, key: str, suffix: str) -> bool:
+        """Is that object there for every process?"""
+        folder = self._folder()
+        return folder is not None and _verified(folder / (key + suffix))
+
     def find(self, key: str, suffix: str) -> bytes | None:
         """What is kept under that key, or None.  Where nothing was ever kept, it creates nothing."""
         if not (self.root / self.kind).is_dir():
@@ -315,6 +325,38 @@ def _locked(path: Path) -> Iterator[None]:
         if descriptor in _held:  # not so in a child that was forked meanwhile
             _held.discard(descriptor)
             os.close(descriptor)
+
+
+class Claim:
+    """A lock that one process at a time can have, and that none waits for: `Claim(path).take()`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def take(self) -> bool:
+        """Is it ours now?  Not so where the file system has no locks."""
+        if self._descriptor in _held:
+            return True
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            return False
+        self._descriptor = descriptor
+        _held.add(descriptor)
+        return True
+
+    def drop(self) -> None:
+        """Leave it to others."""
+        if self._descriptor is not None and self._descriptor in _held:
+            _held.discard(self._descriptor)
+            os.close(self._descriptor)
+        self._descriptor = None
 
 
 @functools.cache

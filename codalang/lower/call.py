@@ -14,17 +14,32 @@ import torch
 
 from codalang.lower.buffers import Written, check_sharing
 from codalang.lower.prepare import Prepare, Value
+from codalang.lower.spec import KernelSpec
 
 # How outputs and partials are allocated: sooner than by torch.empty.  Tests replace it by one that poisons.
 empty = torch.empty_strided
 
 
+def allocator(device: torch.device) -> Callable[..., torch.Tensor]:
+    """`empty` for a shape, strides and a dtype on this device, which is the current one: what torch's own compiled code
+    calls, at half the cost for the host."""
+    compiled: Callable[..., torch.Tensor] | None = _COMPILED.get(device.type)
+    if compiled is not None and empty is torch.empty_strided:
+        return compiled
+    given = empty
+    return lambda shape, strides, dtype: given(shape, strides, dtype=dtype, device=device)
+
+
+_COMPILED = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None) for kind in ("cpu", "cuda")}
+
+
 def new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A contiguous tensor with nothing in it."""
-    return empty(shape, _contiguous(shape), dtype=dtype, device=device)
+    return empty(shape, contiguous(shape), dtype=dtype, device=device)
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of such a tensor."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
@@ -115,14 +130,21 @@ class Call:
     def _repeat(self) -> Repeat:
         """Does the work of `run` on the current device, for buffers that are known to be apart, and tiles of two axes:
         the outputs in order."""
-        straight = not self.parts and not any(self.prepare) and all(r.is_straight for r in self.results)
-        return _straight(self) if straight else functools.partial(_any, self)
+        return functools.partial(_any, self) if self.straight is None else _straight(self, self.straight)
+
+    @property
+    def straight(self) -> tuple[tuple[str, Buffer], ...] | None:
+        """Each output and the buffer that it is, in the kernel's order, where values are read as they are and outputs
+        written as they are to be."""
+        if self.parts or any(self.prepare) or not all(r.is_straight for r in self.results):
+            return None
+        return tuple((r.names[0], r.buffers[0]) for r in self.results)
 
     def run(self, values: tuple[Value, ...], out: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Allocate, launch on the current stream, finish.  Raises CodaCallError for buffers that share memory."""
-        if _listening.calls is not None:
-            _listening.calls.append(self)
-        if self.written:
+        if _thread.calls is not None:
+            _thread.calls.append(self)
+        if self.written and self.device.type != "meta":  # tensors without memory share none
             check_sharing(self.written, values, out)
         if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
@@ -130,23 +152,18 @@ class Call:
         return dict(zip(self.names, _any(self, values, out) if out else self.repeat(values, out), strict=True))
 
 
-def _straight(call: Call) -> Repeat:
-    """A launch that reads its values as they are and writes its outputs as they are to be."""
+def _straight(call: Call, written: Sequence[tuple[str, Buffer]]) -> Repeat:
     launch, operands, tail, device = call.launch, call.operands, call.tail, call.device
-    buffers = tuple((b.shape, _contiguous(b.shape), b.dtype, b.given) for r in call.results for b in r.buffers)
+    buffers = tuple((b.shape, contiguous(b.shape), b.dtype, b.given) for _, b in written)
     given = sum(buffer[-1] is not None for buffer in buffers)
-    order = tuple([r.names[0] for r in call.results].index(name) for name in call.names)
+    order = tuple([name for name, _ in written].index(name) for name in call.names)
     in_order = order == tuple(range(len(order)))
 
     def repeat(values: tuple[Value, ...], out: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
         if len(out) != given:  # one is copied into
             return _any(call, values, out)
-        outputs = tuple(
-            [
-                empty(shape, strides, dtype=dtype, device=device) if name is None else out[name]
-                for shape, strides, dtype, name in buffers
-            ]
-        )
+        make = allocator(device)
+        outputs = tuple([make(*form) if name is None else out[name] for *form, name in buffers])
         launch(*values[:operands], values[operands:], outputs, *tail)
         return outputs if in_order else [outputs[i] for i in order]
 
@@ -173,28 +190,63 @@ def _any(call: Call, values: tuple[Value, ...], out: Mapping[str, torch.Tensor])
     return [finished[name] for name in call.names]
 
 
-class _Listening(threading.local):
+class _Thread(threading.local):
     calls: list[Call] | None = None
+    rehearsed: Rehearsed | None = None
+
+
+_thread = _Thread()
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[list[Call]]:
     """What this thread launches within, in order.  Who knows that tensors have the forms of those may `repeat` it."""
-    before, launched = _listening.calls, list[Call]()
-    _listening.calls = launched
+    before, launched = _thread.calls, list[Call]()
+    _thread.calls = launched
     try:
         yield launched
     finally:
-        _listening.calls = before
+        _thread.calls = before
 
 
-_listening = _Listening()
+@attrs.frozen
+class Rehearsed:
+    """The kernels that calls would launch, each once, in order, and on which GPU; None is any."""
+
+    device: torch.device | None
+    specs: dict[KernelSpec, None] = attrs.field(factory=dict)
+
+    def note(self, spec: KernelSpec) -> Callable[..., None]:
+        """What stands in for the launcher of a kernel."""
+        self.specs.setdefault(spec)
+        return lambda *arguments: None
+
+
+@contextlib.contextmanager
+def rehearsing(device: torch.device | None = None) -> Iterator[Rehearsed]:
+    """Meanwhile this thread's calls, of tensors on `meta`, are what they would be on a GPU, but for their launches."""
+    before, rehearsed = _thread.rehearsed, Rehearsed(device)
+    _thread.rehearsed = rehearsed
+    try:
+        with listening():  # nobody else is to hear of it
+            yield rehearsed
+    finally:
+        _thread.rehearsed = before
+
+
+def rehearsed() -> Rehearsed | None:
+    """The rehearsal of this thread, if it is one."""
+    return _thread.rehearsed
+
+
 CALLS: dict[Any, Call] = {}  # by signature
 _MOST_CALLS = 4096  # a new sequence length is a new signature
 
 
 def remember(key: Any, call: Call) -> Call:
     """Kept for the next call of its signature."""
+    if _thread.rehearsed is not None:
+        return call
     if len(CALLS) >= _MOST_CALLS:
         forget()
     CALLS[key] = call

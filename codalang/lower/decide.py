@@ -12,7 +12,7 @@ import torch
 from codalang.errors import CodaCallError
 from codalang.ir.types import Kind
 from codalang.lower import balance, plan, split, tuned
-from codalang.lower.call import Call
+from codalang.lower.call import Call, rehearsed
 from codalang.lower.codegen import unit
 from codalang.lower.dtypes import DTYPE_NAMES, storage_dtypes, vector_dtypes
 from codalang.lower.folded import Matrix
@@ -57,7 +57,7 @@ def gemm_call(
         tilings = (config,) if config else plan.TILINGS
         if any(foldings_fit(spec, t.tile, t.cluster) for t in tilings):
             break
-    chosen = config or tuned.choose(spec, shape.m, shape.n, a.shape[1], shape.device)
+    chosen = config or tuned.choose(spec, shape.m, shape.n, a.shape[1], _gpu(shape.device))
     if 0 < chosen.a_rows < shape.m:
         raise CodaCallError(f"a configuration for {chosen.a_rows} rows, got {shape.m}", argument="config")
     clusters, words = max(1, _sms(shape.device) // math.prod(chosen.cluster)), None
@@ -156,6 +156,14 @@ def _unless_plain(foldings: Iterable[Folding]) -> tuple[Folding, ...]:
     return () if all(f == PLAIN for f in found) else found
 
 
+def _gpu(device: torch.device) -> torch.device:
+    """Where a call would run that is rehearsed on `meta`."""
+    found = rehearsed()
+    return device if found is None or found.device is None else found.device
+
+
 @functools.cache
 def _sms(device: torch.device) -> int:
+    if device.type == "meta":
+        return plan.SMS
     return torch.cuda.get_device_properties(device).multi_processor_count

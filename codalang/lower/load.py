@@ -1,4 +1,4 @@
-"""From a kernel spec to a function that launches it: through the caches of this process and of the disk.
+"""From a kernel spec to a function that launches it, through the cache of the disk.
 
 A cached kernel is a shared library with a TVM FFI entry; loading it needs neither the DSL nor a compiler.  Where no C
 compiler can link one, the object file is loaded through the DSL's own loader instead, which costs its import.
@@ -36,9 +36,8 @@ def disk_cache() -> cache.Cache:
     return cache.Cache()
 
 
-@functools.cache
-def function(spec: KernelSpec) -> Callable[..., None]:
-    """The launcher of a kernel, compiled at need.  Its arguments are those of the kernel class's `__call__`."""
+def launcher(spec: KernelSpec) -> Callable[..., None]:
+    """What launches a kernel, compiled at need.  Its arguments are those of the kernel class's `__call__`."""
     path = library(spec)
     if path.suffix == ".so":
         return getattr(_load_shared(path), ENTRY)
@@ -52,12 +51,15 @@ def library(spec: KernelSpec) -> Path:
 
     Raises CodaCompileError where the device compiler fails.
     """
-    compiler = _linker()
-    suffix = ".so" if compiler else ".o"
     try:
-        return disk_cache().load_or_build(key_of(spec), suffix, lambda path: _build(spec, path, compiler))
+        return disk_cache().load_or_build(key_of(spec), _suffix(), lambda path: _build(spec, path, _linker()))
     except OSError as error:  # no room in the temporary folder either
         raise no_room(spec, error) from error
+
+
+def is_there(key: str) -> bool:
+    """Is the kernel of that key on disk?"""
+    return disk_cache().has(key, _suffix())
 
 
 def key_of(spec: KernelSpec) -> str:
@@ -101,6 +103,10 @@ def _say_what_is_slow(spec: KernelSpec, report: Report) -> None:
 @functools.cache
 def _linker() -> str | None:
     return shutil.which("cc") or shutil.which("gcc")
+
+
+def _suffix() -> str:
+    return ".so" if _linker() else ".o"
 
 
 def _load_shared(path: Path) -> Any:

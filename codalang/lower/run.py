@@ -18,12 +18,12 @@ from codalang.ir import reference
 from codalang.ir.build import EpilogueBuilder
 from codalang.ir.epilogue import Epilogue
 from codalang.ir.types import tile as tile_type
-from codalang.lower.call import CALLS, filled, form, forms, remember
+from codalang.lower.beside import function
+from codalang.lower.call import CALLS, filled, form, forms, rehearsed, remember
 from codalang.lower.decide import gemm_call, hosted_call, vector_call
 from codalang.lower.dtypes import storage_dtypes
 from codalang.lower.folded import Matrix
 from codalang.lower.given import check_buffers
-from codalang.lower.load import function
 from codalang.lower.prepare import check_operands
 from codalang.lower.shape import Shape, hosted_extents, samples_of
 from codalang.lower.spec import Config, KernelSpec, base_width, loaded_params
@@ -199,7 +199,8 @@ def _device(tensors: Sequence[torch.Tensor], otherwise: torch.device | None) -> 
 
 
 def _compiled(spec: KernelSpec) -> Callable[..., None]:
-    return function(attrs.evolve(spec, overlap=overlap))
+    spec, found = attrs.evolve(spec, overlap=overlap), rehearsed()
+    return function(spec) if found is None else found.note(spec)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -2,6 +2,7 @@
 
     source     files and bytes to text
     reader     text to syntax tree: grammar.lark, newlines (which line breaks count), complaints (errors for people)
+    table      what lark makes of the grammar, kept
     syntax     the syntax tree
     files      imports: which definitions a file sees; library says where the standard library lies
     names      what names mean; clauses, what a state is made of; recursion; program_names, those inside programs

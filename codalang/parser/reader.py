@@ -15,7 +15,7 @@ from lark import Lark, Token, Transformer, UnexpectedInput, v_args
 
 from codalang.errors import CodaSyntaxError, Loc, Source
 from codalang.ir.ops import OPS
-from codalang.parser import syntax
+from codalang.parser import syntax, table
 from codalang.parser.complaints import complaint, shorten
 from codalang.parser.newlines import NewlineFilter
 from codalang.parser.syntax import Span
@@ -47,15 +47,7 @@ def read(source: Source) -> tuple[syntax.Import | syntax.Definition, ...]:
 @functools.cache
 def parser() -> Lark:
     """The one parser, made at first use."""
-    return Lark.open(
-        "grammar.lark",
-        rel_to=__file__,
-        parser="lalr",
-        lexer="basic",
-        postlex=NewlineFilter(),
-        transformer=_ToSyntax(),
-        propagate_positions=False,
-    )
+    return table.parser(postlex=NewlineFilter(), transformer=_ToSyntax())
 
 
 class _BadNumber(Exception):

@@ -1,21 +1,26 @@
 """Calls that were checked once: what calls of epilogues and of programs have in common.
 
-What a call runs depends on the forms of its arguments (`key`) and on what is around it: the extents that the caller
-gives, autocast.  It is found once for each combination, and then looked up.
+What a call runs depends on the forms of its arguments and on what is around it: the extents that the caller gives,
+autocast.  It is found once for each combination, and then looked up: first its launches, for arguments that also lie
+in memory as those of a call before did; then what checks have found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from codalang.torch.execute import launches_repeat_now
 from codalang.torch.opaque import is_traced
-from codalang.torch.signature import key
+from codalang.torch.program_autograd import Again, Shaped, recorded
+from codalang.torch.program_plan import key_of
+from codalang.torch.signature import forms, key
 from codalang.torch.transforms import refuse_transforms
 
+Found = TypeVar("Found")
 _MOST = 1024  # more are not remembered at once: a training run with a new sequence length in every step
 
 
@@ -37,28 +42,46 @@ Run = Callable[[list[Any]], Sequence[Tensor]]  # takes the list of arguments, se
 class Checked:
     """What runs calls.  `check` gives it for arguments in order and what is around them."""
 
-    def __init__(self, check: Callable[..., tuple[Binding, Run]]) -> None:
+    def __init__(self, check: Callable[..., tuple[Binding, Shaped | Run]]) -> None:
         self._check = check
-        self._found: dict[object, tuple[Binding, Run]] = {}
+        self._found: dict[object, tuple[Binding, Shaped | Run]] = {}
+        self._again: dict[object, Again] = {}
 
     def run(self, values: list[Any], *around: object) -> Sequence[Tensor]:
         """Run a call.  Takes the list.  Raises what `check` raises, and CodaUnsupportedError inside transforms."""
         refuse_transforms(values)
+        if is_traced():  # sizes may be symbols, which are no keys
+            return self._run(*self._check(values, *around), values)
+        try:
+            seen = (*key_of(forms(values)), torch.is_grad_enabled(), around)
+        except RuntimeError:  # what has no memory runs on no kernel
+            return self._run(*self._call(values, around), values)
+        again = self._again.get(seen)
+        if again is not None and launches_repeat_now(again.device):
+            return again.launches(values) if again.tape is None else recorded(again.tape, again.launches, *values)
         binding, run = self._call(values, around)
+        if isinstance(run, Shaped) and not binding.moved:
+            again = run.again(values)
+            if again is not None:
+                _remember(self._again, seen, again)
+        return self._run(binding, run, values)
+
+    def _run(self, binding: Binding, run: Shaped | Run, values: list[Any]) -> Sequence[Tensor]:
         for slot in binding.moved:
             values[slot] = values[slot].to(binding.device)
         return run(values)
 
-    def _call(self, values: list[Any], around: tuple[object, ...]) -> tuple[Binding, Run]:
-        if is_traced():  # sizes may be symbols, which are no keys
-            return self._check(values, *around)
+    def _call(self, values: list[Any], around: tuple[object, ...]) -> tuple[Binding, Shaped | Run]:
         try:
             seen = (key(values), around)
         except RuntimeError:  # a tensor without a shape: `check` says which
             return self._check(values, *around)
         found = self._found.get(seen)
-        if found is None:
-            if len(self._found) >= _MOST:
-                self._found.clear()
-            found = self._found[seen] = self._check(values, *around)
-        return found
+        return found or _remember(self._found, seen, self._check(values, *around))
+
+
+def _remember(memory: dict[object, Found], seen: object, found: Found) -> Found:
+    if len(memory) >= _MOST:
+        memory.clear()
+    memory[seen] = found
+    return found

@@ -16,7 +16,7 @@ import contextlib
 import contextvars
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -27,8 +27,9 @@ from codalang.errors import CodaUnsupportedError
 from codalang.ir import reference
 from codalang.ir.epilogue import Epilogue
 from codalang.ir.fold import REDUCTION_FUNCTIONS
+from codalang.lower.call import Call, listening, rehearsed, rehearsing
 from codalang.lower.folded import Matrix
-from codalang.lower.spec import KernelSpec
+from codalang.lower.spec import KernelSpec, loaded_params
 from codalang.torch.signature import Extent, Value
 
 _MATMUL_DTYPES = (torch.bfloat16, torch.float16)
@@ -107,23 +108,21 @@ def reference_only() -> Iterator[None]:
         _reference_only.reset(token)
 
 
-_rehearsed = contextvars.ContextVar("codalang_rehearsed", default=False)
+is_reference_only = _reference_only.get
+stepwise = False  # True for who looks at each step: `execute` runs it, and no launch is repeated
+# Sooner than torch's own, which asks whether there is a GPU: who has tensors on one need not.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 @contextlib.contextmanager
-def rehearsal() -> Iterator[dict[KernelSpec, None]]:
-    """Within it calls of tensors on `meta` are what they would be on a Hopper GPU: the kernels that they would launch,
-    each once, in order.  None is compiled or launched."""
-    from codalang.lower import ahead, call
+def rehearsal(device: torch.device | None = None) -> Iterator[dict[KernelSpec, None]]:
+    """Within it this thread's calls of tensors on `meta` are what they would be on a Hopper GPU: the kernels that they
+    would launch, each once, in order.  None is compiled or launched.
 
-    token = _rehearsed.set(True)
-    call.forget()  # what was rehearsed before would not be asked for again
-    try:
-        with ahead.recorded() as specs:
-            yield specs
-    finally:
-        call.forget()
-        _rehearsed.reset(token)
+    `device`: which one; what has no kernel is then said where the call is made in earnest.
+    """
+    with rehearsing(device) as found:
+        yield found.specs
 
 
 def execute(job: Job, values: Sequence[Value | Matrix], out: Mapping[str, Tensor] | None = None) -> list[Tensor]:
@@ -146,7 +145,8 @@ def _execute(
         try:
             return _run_kernel(job, values, out)
         except CodaUnsupportedError as error:
-            _say_once(job.epilogue.name, str(error))
+            if (rehearsal_ := rehearsed()) is None or rehearsal_.device is None:
+                _say_once(job.epilogue.name, str(error))
     outputs = _run_reference(job, values, device)
     if not out:
         return outputs
@@ -162,22 +162,21 @@ class Launch:
     """A kernel with everything decided but addresses: runs a job again on values of the same forms.
 
     Attributes:
-        repeat: gives the outputs in order, for tensors in the kernel's order and buffers for some outputs by name.  The
-            current device must be that of the tensors.
+        call: its `repeat` gives the outputs in order, for tensors in the kernel's order and buffers for some outputs by
+            name.  The current device must be that of the tensors.
         order: which of the job's values the kernel is given, in its order.
+        folded: which of them are `Matrix`.
     """
 
-    repeat: Callable[[tuple[Any, ...], Mapping[str, Tensor]], Sequence[Tensor]]
+    call: Call
     order: tuple[int, ...]
+    folded: Collection[int]
 
 
 def execute_listening(
     job: Job, values: Sequence[Value | Matrix], out: Mapping[str, Tensor] | None
 ) -> tuple[list[Tensor], Launch | None]:
     """`execute`, and what it launched where that was one kernel."""
-    from codalang.lower.call import listening
-    from codalang.lower.spec import loaded_params
-
     with listening() as calls:
         outputs = execute(job, values, out)
     if len(calls) != 1:
@@ -186,12 +185,18 @@ def execute_listening(
     params = job.epilogue.params[1:] if job.on_gemm else job.epilogue.params
     positions = {param.name: index for index, param in enumerate(params, first)}
     loaded = [positions[p.name] for p in loaded_params(job.epilogue, job.on_gemm)]
-    return outputs, Launch(calls[0].repeat, (*range(first), *loaded))
+    folded = [i for i, value in enumerate(values) if isinstance(value, Matrix)]
+    return outputs, Launch(calls[0], (*range(first), *loaded), folded)
 
 
-def kernels_possible(device: torch.device) -> bool:
-    """Do calls on this device run on kernels here and now?"""
-    return device.type == "cuda" and _is_hopper(device.index) and not _reference_only.get()
+def launches_repeat(device: torch.device) -> bool:
+    """Do calls on this device run on kernels here and now, and may their launches be repeated?"""
+    return device.type == "cuda" and _is_hopper(device.index) and not stepwise and not is_reference_only()
+
+
+def launches_repeat_now(index: int) -> bool:
+    """The same of a device where launches were remembered: is it the current one, too?"""
+    return current_device() == index and not stepwise and not is_reference_only()
 
 
 def is_autocast_on(device: torch.device) -> bool:
@@ -215,8 +220,8 @@ def _is_hopper(index: int) -> bool:
 
 
 def _takes_kernel(job: Job, values: Sequence[Value | Matrix], device: torch.device) -> bool:
-    on_hopper = _is_hopper(device.index) if device.type == "cuda" else device.type == "meta" and _rehearsed.get()
-    if not on_hopper or _reference_only.get():
+    on_hopper = _is_hopper(device.index) if device.type == "cuda" else device.type == "meta" and rehearsed() is not None
+    if not on_hopper or is_reference_only():
         return False
     whole = [v.tensor if isinstance(v, Matrix) else v for v in values]
     tensors = [v for v in whole if isinstance(v, Tensor)]

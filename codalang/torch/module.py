@@ -35,7 +35,7 @@ from codalang.torch import opaque
 from codalang.torch.checked import Checked, Run
 from codalang.torch.execute import Job, execute, is_autocast_on, reference_only
 from codalang.torch.program import ProgramFunction
-from codalang.torch.program_autograd import ProgramOperator, Shaped, invoke
+from codalang.torch.program_autograd import ProgramOperator, Shaped
 from codalang.torch.program_step import Setting, Wanted
 from codalang.torch.results import packer
 from codalang.torch.signature import (
@@ -92,7 +92,7 @@ class Hosting:
             )
         return [t.reshape(binding.shape(o)) for t, o in zip(outputs, epilogue.outputs, strict=True)]
 
-    def _check(self, values: list[Any], extents: tuple[Extent, ...] | None) -> tuple[Binding, Run]:
+    def _check(self, values: list[Any], extents: tuple[Extent, ...] | None) -> tuple[Binding, Shaped | Run]:
         binding, program = check(self.signature, values, extents), self.operator.program
         if binding.is_empty:
             return binding, functools.partial(self._of_nothing, binding)
@@ -114,7 +114,7 @@ class Hosting:
         )
         outputs = zip(program.results, self.signature.epilogue.outputs, strict=True)
         wanted = [Wanted(name, shape=binding.shape(output)) for name, output in outputs]
-        run = functools.partial(invoke, Shaped(self.operator, setting, wanted))
+        run = Shaped(self.operator, setting, wanted)
         if not rest:
             return binding, run
         return binding, lambda given: run(given + [torch.empty((), device=binding.device).expand(s) for s in rest])

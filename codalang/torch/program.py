@@ -22,9 +22,9 @@ from codalang.autodiff.program import derive_program
 from codalang.autodiff.program_derivative import ProgramDerivative
 from codalang.ir.program import Program
 from codalang.torch import opaque
-from codalang.torch.checked import Checked, Run
+from codalang.torch.checked import Checked
 from codalang.torch.execute import is_autocast_on
-from codalang.torch.program_autograd import ProgramOperator, Shaped, invoke
+from codalang.torch.program_autograd import ProgramOperator, Shaped
 from codalang.torch.program_call import Binding, bind, check, check_value, show
 from codalang.torch.program_opaque import call, program_of, text_of
 from codalang.torch.program_step import Setting, Wanted
@@ -66,14 +66,14 @@ class ProgramFunction:
             values = self._as_tensors(values, numbers)
         return self._calls.run(values, _autocast_dtype(values) if torch._C._is_any_autocast_enabled() else None)
 
-    def _check(self, values: list[Any], autocast: torch.dtype | None) -> tuple[Binding, Run]:
+    def _check(self, values: list[Any], autocast: torch.dtype | None) -> tuple[Binding, Shaped]:
         binding = check(self.program, values)
         types = self._operator.types
         wanted = [Wanted(name, shape=binding.shape(types[name])) for name in self.program.results]
         setting = Setting(
             binding.sizes, binding.shapes, binding.flat, binding.dtypes, binding.compute, binding.device, autocast
         )
-        return binding, functools.partial(invoke, Shaped(self._operator, setting, wanted))
+        return binding, Shaped(self._operator, setting, wanted)
 
     def _call_traced(self, values: list[Any]) -> Sequence[Tensor]:
         for param, value in zip(self.program.params, values, strict=True):

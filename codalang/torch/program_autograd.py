@@ -24,7 +24,7 @@ overwritten, as the backward uses it, unless the graph is retained.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -37,15 +37,20 @@ from codalang.autodiff.program_derivative import ProgramDerivative
 from codalang.ir.names import Namer
 from codalang.ir.program import Matmul, Product, Program, ProgramParam, Statement, TensorType, Vector
 from codalang.ir.types import Dtype
+from codalang.lower.spec import KernelSpec
+from codalang.torch.execute import launches_repeat_now, rehearsal
+from codalang.torch.opaque import is_traced
 from codalang.torch.program_opaque import run_plan
-from codalang.torch.program_plan import Plan
+from codalang.torch.program_plan import Plan, key_of, lie
 from codalang.torch.program_step import Finish, Setting, Wanted
+from codalang.torch.program_straight import Straight
 from codalang.torch.program_values import types_of
 from codalang.torch.signature import Value
 from codalang.torch.transforms import refuse_batches
 
 Flags = tuple[bool, ...]
 Names = frozenset[str]
+_MOST_FORMS = 64  # of what a backward has, remembered by a tape
 
 
 @attrs.define(eq=False)
@@ -172,12 +177,51 @@ def _reading(expression: Any, of: Any, result: str) -> Any:
     )
 
 
+@attrs.frozen(eq=False)
+class Again:
+    """A call that was run before on arguments of the same forms.
+
+    Attributes:
+        device: the index of their device, which must be the current one.
+        launches: what the forward runs.
+        tape: None where no gradients are recorded.
+    """
+
+    device: int
+    launches: Straight
+    tape: ProgramTape | None
+
+
 class Shaped:
-    """An operator at given extents and dtypes; `wanted` is asked of its results."""
+    """An operator at given extents and dtypes, as a function; `wanted` is asked of its results.
+
+    It is differentiable where gradients are on and some argument requires one, and takes the list of its arguments, see
+    `Plan.run`.
+    """
 
     def __init__(self, operator: ProgramOperator, setting: Setting, wanted: Sequence[Wanted]) -> None:
         self.operator, self.setting, self.wanted = operator, setting, tuple(wanted)
         self._tapes: dict[Flags, ProgramTape] = {}
+
+    def __call__(self, values: list[Any]) -> Sequence[Tensor]:
+        tape = self._recording(values)
+        if tape is None:
+            return run_plan(self.plan, values)
+        results: Sequence[Tensor] = recorded(tape, functools.partial(run_plan, tape.plan), *values)
+        return results
+
+    def again(self, values: list[Any]) -> Again | None:
+        """What runs a call with arguments of these forms, where one was run on kernels."""
+        tape = self._recording(values)
+        launches = (self.plan if tape is None else tape.plan).again(values)
+        return None if launches is None else Again(self.setting.device.index, launches, tape)
+
+    def _recording(self, values: list[Any]) -> ProgramTape | None:
+        if torch.is_grad_enabled():
+            requires = tuple([isinstance(v, Tensor) and v.requires_grad for v in values])
+            if True in requires:
+                return self.tape(requires)
+        return None
 
     @functools.cached_property
     def plan(self) -> Plan:
@@ -219,6 +263,7 @@ class ProgramTape:
         self.forward = operator.derived(self.first.forward)
         wanted = (*shaped.wanted, *map(Wanted, self.first.saved))
         self.plan = Plan(self.first.forward, setting, wanted, annotated=operator.annotated)
+        self.plan.later = functools.partial(self._backward_kernels, shaped.wanted, requires)
         loads = self.first.loads.values()
         tensors = [i for i, dtype in enumerate(setting.dtypes) if dtype is not None]
         read = {operator.positions[load.name] for load in loads if load.source == "param"}
@@ -232,7 +277,48 @@ class ProgramTape:
             flat if has else shape for flat, shape, has in zip(self.plan.flat, self.plan.shapes, pairs, strict=True)
         )
         self._steps: dict[tuple[Flags, Flags], ProgramStep] = {}
+        self._again: dict[object, Callable[[list[Any]], Sequence[Tensor | None]]] = {}
         self._differentiable: dict[tuple[Flags, Flags], DifferentiableStep] = {}
+
+    def backward(self, needs: Flags, private: bool, have: list[Any]) -> Sequence[Tensor | None]:
+        """A gradient for each argument, from what was saved, the numbers and the cotangents.  Takes the list.
+
+        `private`: see `ProgramStep.plan`.
+        """
+        if is_traced():
+            return self._step_for(needs, have).run(private, have)
+        try:
+            seen = (key_of(lie(have)), needs, private)
+        except RuntimeError:  # cotangents without memory: a batch of them is refused
+            return self._step_for(needs, have).run(private, have)
+        again = self._again.get(seen)
+        if again is not None and launches_repeat_now(self.setting.device.index):
+            return again(have)
+        step = self._step_for(needs, have)
+        again = step.again(private, have)
+        if again is not None:
+            if len(self._again) >= _MOST_FORMS:
+                self._again.clear()
+            self._again[seen] = again
+        return step.run(private, have)
+
+    def _step_for(self, needs: Flags, have: list[Any]) -> ProgramStep:
+        cotangents = have[len(have) - self.visible :]
+        refuse_batches(cotangents)
+        return self.step(needs, tuple([c is not None for c in cotangents]))
+
+    def _backward_kernels(self, wanted: Sequence[Wanted], requires: Flags, values: list[Any]) -> Iterable[KernelSpec]:
+        """Those of the usual backward, from all cotangents, for a call of tensors on `meta`."""
+        setting = attrs.evolve(self.setting, device=torch.device("meta"))
+        tape = ProgramTape(Shaped(self.operator, setting, wanted), requires)
+        present = tuple([i not in tape.constant for i in range(tape.visible)])
+        with rehearsal(self.setting.device) as specs:
+            results = tape.plan.run(list(values))
+            cotangents = [torch.empty_like(r) if has else None for r, has in zip(results, present, strict=False)]
+            kept = [values[i] for i in tape.kept_params] + [results[i] for i in tape.kept_results]
+            step = tape.step(requires, present)
+            step.plan(private=True).run(step.arguments([*kept, *(values[i] for i in tape.numbers), *cotangents]))
+        return specs
 
     def names(self, needs: Flags, present: Flags) -> tuple[Names, Names]:
         """The parameters whose gradients are wanted, and the results whose cotangents are there."""
@@ -364,6 +450,7 @@ class ProgramStep:
     """
 
     def __init__(self, tape: ProgramTape, wrt: Names, given: Names) -> None:
+        self.tape = tape
         derivative, filled = tape.derivative(wrt, given)
         self.gradients = _Gradients.of(tape, derivative.gradients, wrt, copied=False)
         results = tuple(wanted.name for wanted in self.gradients.wanted)
@@ -404,12 +491,30 @@ class ProgramStep:
         )
         self._plans: dict[bool, Plan] = {}
 
+    def arguments(self, have: Sequence[Any]) -> list[Any]:
+        """Of the plan, from what was saved, the numbers and the cotangents."""
+        return [have[place] if view is None else view(have[place]) for place, view in self.places]
+
     def plan(self, private: bool) -> Plan:
         """`private`: what the forward saved belongs to this run alone, and may be overwritten."""
         if private not in self._plans:
             owned = self._private if private else ()
             self._plans[private] = Plan(self._program, self._setting, self.gradients.wanted, annotated=(), owned=owned)
         return self._plans[private]
+
+    def run(self, private: bool, have: list[Any]) -> list[Tensor | None]:
+        """A gradient for each argument, from what `places` are in.  Takes the list."""
+        return self._run(functools.partial(run_plan, self.plan(private)), have)
+
+    def again(self, private: bool, have: list[Any]) -> Callable[[list[Any]], list[Tensor | None]] | None:
+        """What does the same for values of these forms, where it ran on such on kernels."""
+        launches = self.plan(private).again(self.arguments(have))
+        return None if launches is None else functools.partial(self._run, launches)
+
+    def _run(self, run: Straight, have: list[Any]) -> list[Tensor | None]:
+        values = self.arguments(have)
+        have.clear()  # nothing but the list of values holds what was saved
+        return self.gradients.spread(self.tape, run(values))
 
 
 class DifferentiableStep:
@@ -439,23 +544,13 @@ def _in_place_of(make: Callable[[], Tensor], other: object) -> Tensor:
     return make()
 
 
-def invoke(shaped: Shaped, values: list[Any]) -> Sequence[Tensor]:
-    """Run a program; differentiable where gradients are on and some argument requires one.  Takes the list, see
-    `Plan.run`."""
-    if torch.is_grad_enabled():
-        requires = tuple([isinstance(v, Tensor) and v.requires_grad for v in values])
-        if True in requires:
-            results: tuple[Tensor, ...] = _apply(shaped.tape(requires), *values)
-            return results
-    return run_plan(shaped.plan, values)
-
-
 class _Call(torch.autograd.Function):
-    """One call on the autograd tape.  The first argument is the ProgramTape, the others are the program's."""
+    """One call on the autograd tape.  The first arguments are the ProgramTape and what runs its plan, the others are
+    the program's."""
 
     @staticmethod
-    def forward(ctx: Any, tape: ProgramTape, *values: Value) -> tuple[Tensor, ...]:
-        results = run_plan(tape.plan, list(values))
+    def forward(ctx: Any, tape: ProgramTape, run: Straight, *values: Value) -> tuple[Tensor, ...]:
+        results = run(list(values))
         ctx.set_materialize_grads(False)
         if tape.constant:
             ctx.mark_non_differentiable(*[results[i] for i in tape.constant])
@@ -469,31 +564,26 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         tape: ProgramTape = ctx.tape
-        needs: Flags = ctx.needs_input_grad[1:]
-        present = tuple([c is not None for c in cotangents])
-        if True not in present:
-            return (None,) * (1 + len(needs))
-        refuse_batches(cotangents)
+        needs: Flags = ctx.needs_input_grad[2:]
+        if all([c is None for c in cotangents]):
+            return (None,) * (2 + len(needs))
         if torch.is_grad_enabled():
-            return (None, *_differentiable_backward(ctx, tape, needs, cotangents, present))
-        step = tape.step(needs, present)
+            return (None, None, *_differentiable_backward(ctx, tape, needs, cotangents))
         have = [*ctx.saved_tensors, *ctx.numbers, *cotangents]
         last = not torch._C._autograd._get_current_graph_task_keep_graph()
         if last:
             ctx.maybe_clear_saved_tensors()
             ctx.rest = None
-        values = [have[place] if view is None else view(have[place]) for place, view in step.places]
-        del have  # nothing but the list holds what was saved
-        results = run_plan(step.plan(last and ctx.private), values)
-        return (None, *step.gradients.spread(tape, results))
+        return (None, None, *tape.backward(needs, last and ctx.private, have))
 
 
 def _differentiable_backward(
-    ctx: Any, tape: ProgramTape, needs: Flags, cotangents: Sequence[Tensor | None], present: Flags
+    ctx: Any, tape: ProgramTape, needs: Flags, cotangents: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     if ctx.rest is None:
         raise RuntimeError("the graph of this call was freed by an earlier backward: pass retain_graph=True to it")
-    step = tape.differentiable(needs, present)
+    refuse_batches(cotangents)
+    step = tape.differentiable(needs, tuple([c is not None for c in cotangents]))
     arguments: dict[int, Any] = dict(zip(tape.kept_params, ctx.saved_tensors, strict=False))
     arguments.update(zip(tape.numbers, ctx.numbers, strict=True))
     for slot, (tensor, version) in zip(tape.rest, ctx.rest, strict=True):
@@ -505,9 +595,9 @@ def _differentiable_backward(
         arguments[slot] = tensor
     views = [(cotangents[i], tape.view("cotangent", i)) for i in step.cotangents]
     values = [c if view is None else view(c) for c, view in views] + [arguments[i] for i in range(len(needs))]
-    results = invoke(step.shaped, values)
+    results = step.shaped(values)
     return step.gradients.spread(tape, results)
 
 
 # What Function.apply adds to this prepares for torch.func, which calls refuse, and costs as much as all of our own.
-_apply: Any = super(torch.autograd.Function, _Call).apply
+recorded: Any = super(torch.autograd.Function, _Call).apply

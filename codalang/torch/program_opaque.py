@@ -143,9 +143,9 @@ _library.define(
     " str[] dtypes) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-for _key in ("CPU", "CUDA"):
-    _library.impl("run_program", _run, _key)
-torch.library.register_fake("codalang::run_program", _run_fake, lib=_library)
+# "Meta" is for fake tensors, too; `register_fake` would look for our source file among all that is imported.
+for _key, _kernel in (("CPU", _run), ("CUDA", _run), ("Meta", _run_fake)):
+    _library.impl("run_program", _kernel, _key)
 _library.define("call_program(str text, Tensor[] values) -> Tensor[]")
 
 

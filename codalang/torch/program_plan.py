@@ -6,7 +6,8 @@ Slots hold one value each; arguments first, then numbers, then what steps make. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -14,10 +15,14 @@ import torch
 from torch import Tensor
 
 from codalang.ir.program import Program
-from codalang.lower import run
-from codalang.torch.execute import kernels_possible
+from codalang.lower import call, run
+from codalang.lower.beside import foreseen
+from codalang.lower.spec import KernelSpec
+from codalang.torch import execute
+from codalang.torch.execute import launches_repeat, rehearsal
 from codalang.torch.program_planner import Planner
 from codalang.torch.program_step import Setting, Wanted
+from codalang.torch.program_straight import Straight, straight
 from codalang.torch.program_values import live
 
 _MOST_FORMS = 64  # of arguments, remembered by a plan
@@ -29,6 +34,7 @@ class Plan:
     Attributes:
         shapes, flat: of each result, as the caller gets it and as the value is.
         dtypes: of each result.
+        later: the kernels of what is likely to run after it, for its arguments on `meta`.
     """
 
     def __init__(
@@ -47,10 +53,12 @@ class Plan:
         program = live(attrs.evolve(program, results=tuple(w.name for w in wanted)))
         planner = Planner(program, setting, wanted, annotated, frozenset(owned))
         self.program, self.setting, self.wanted = program, setting, wanted
+        self._annotated, self._owned = annotated, owned
+        self.later: Callable[[list[Any]], Iterable[KernelSpec]] = lambda values: ()
         self.steps = planner.steps()
         self._constants = tuple(planner.constants)
         self._count = len(program.params)
-        self._repeated: dict[object, tuple[Callable[[list[Any]], None], ...]] = {}
+        self._repeated: dict[object, Straight] = {}
         self._spare: list[Any] = [None] * (planner.count - len(program.params) - len(self._constants))
         known = [planner.values[w.name] for w in wanted]
         self.results = tuple((value.slot, planner.finish(w)) for value, w in zip(known, wanted, strict=True))
@@ -64,29 +72,76 @@ class Plan:
 
     def run(self, values: list[Any]) -> list[Tensor]:
         """The results, for the arguments in order.  Takes the list: what is in it is dropped as soon as it can be."""
-        slots = values
-        slots += self._constants
-        slots += self._spare
         device = self.setting.device
-        if not kernels_possible(device):
+        if not launches_repeat(device):
+            slots = self._slots(values)
             for step in self.steps:
                 step.run(slots)
-        elif torch.cuda.current_device() == device.index:
-            self._launch(slots)
-        else:
-            with torch.cuda.device(device):
-                self._launch(slots)
+            return self._finished(slots)
+        if execute.current_device() == device.index:
+            return self._launch(values)
+        with torch.cuda.device(device):
+            return self._launch(values)
+
+    def again(self, values: list[Any]) -> Straight | None:
+        """What runs it on arguments of these forms, where it ran on such and their device is the current one."""
+        device = self.setting.device
+        if launches_repeat(device) and execute.current_device() == device.index:
+            return self._repeated.get(key_of(lie(values)))
+        return None
+
+    def _launch(self, values: list[Any]) -> list[Tensor]:
+        """Run the steps; where they ran before on arguments of the same forms, nothing but addresses is looked at."""
+        forms = lie(values)
+        key = key_of(forms)
+        again = self._repeated.get(key)
+        if again is not None:
+            return again(values)
+        if len(self._repeated) >= _MOST_FORMS:
+            self._repeated.clear()
+        given = [v if form is None else form for v, form in zip(values, forms, strict=True)]
+        slots = self._slots(values)
+        with foreseen(functools.partial(self._kernels, given)):
+            ran = [(step, step.run_listening(slots)) for step in self.steps]
+        self._repeated[key] = straight(self._count, self._constants, ran, self.results)
+        return self._finished(slots)
+
+    def _kernels(self, given: list[Any]) -> Iterator[Iterable[KernelSpec]]:
+        """The kernels that a call launches, then those of what is likely to run next.  `given`: numbers, and of tensors
+        strides and addresses modulo 16."""
+        setting = attrs.evolve(self.setting, device=torch.device("meta"))
+        forms = zip(given, setting.shapes, setting.dtypes, strict=True)
+        values = [v if dtype is None else _on_meta(shape, dtype, *v) for v, shape, dtype in forms]
+        with rehearsal(self.setting.device) as specs:
+            plan = Plan(self.program, setting, self.wanted, annotated=self._annotated, owned=self._owned)
+            plan.run(list(values))
+        yield specs
+        yield self.later(values)
+
+    def _slots(self, values: list[Any]) -> list[Any]:
+        values += self._constants
+        values += self._spare
+        return values
+
+    def _finished(self, slots: list[Any]) -> list[Tensor]:
         return [slots[slot] if finish is None else finish(slots[slot]) for slot, finish in self.results]
 
-    def _launch(self, slots: list[Any]) -> None:
-        """Run the steps; where they ran before on arguments of the same forms, nothing but addresses is looked at."""
-        forms = [(v.stride(), v.data_ptr() & 15) if isinstance(v, Tensor) else None for v in slots[: self._count]]
-        key = (run.function, run.overlap, *forms)  # the first is what tests and recordings replace, the second a switch
-        steps = self._repeated.get(key)
-        if steps is None:
-            if len(self._repeated) >= _MOST_FORMS:
-                self._repeated.clear()
-            self._repeated[key] = tuple([step.run_listening(slots) for step in self.steps])
-            return
-        for step in steps:
-            step(slots)
+
+def lie(values: Sequence[Any]) -> list[tuple[tuple[int, ...], int] | None]:
+    """How tensors lie in memory: their strides, and their addresses modulo 16.
+
+    Raises RuntimeError for those that do not, batches above all.
+    """
+    return [(v.stride(), v.data_ptr() & 15) if isinstance(v, Tensor) else None for v in values]
+
+
+def key_of(forms: Sequence[object]) -> tuple[object, ...]:
+    """What launches are remembered under: forms of values, what tests and recordings replace, and a switch."""
+    return (run.function, call.empty, run.overlap, *forms)
+
+
+def _on_meta(shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int], address: int) -> Tensor:
+    """A tensor without memory in place of one of that form."""
+    offset = address // dtype.itemsize
+    extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    return torch.empty(offset + max(extent, 0), dtype=dtype, device="meta").as_strided(shape, stride, offset)

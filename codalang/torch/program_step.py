@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from codalang.ir.program import TensorType
-from codalang.lower.folded import Matrix
 from codalang.torch.execute import Job, Launch, execute, execute_listening
 from codalang.torch.program_call import Shape
 from codalang.torch.signature import Extent
@@ -159,43 +158,23 @@ class Step:
 
     def run(self, slots: list[Any]) -> None:
         """Run it on the slots' values."""
-        values = self._values(slots)
-        if self.job is None:
-            slots[self.results[0]] = values[0].to(self.dtype)
-        else:
-            self._finish(slots, execute(self.job, values, self._out(values)))
-        for slot in self.dead:
-            slots[slot] = None
+        self._finish(slots, self.outputs(self._values(slots)))
 
-    def run_listening(self, slots: list[Any]) -> Callable[[list[Any]], None]:
-        """The same; what runs it again on slots' values of the same forms."""
+    def run_listening(self, slots: list[Any]) -> Launch | None:
+        """The same; what it launched, where that was one kernel."""
         if self.job is None:
             self.run(slots)
-            return self.run
+            return None
         values = self._values(slots)
         outputs, launch = execute_listening(self.job, values, self._out(values))
         self._finish(slots, outputs)
-        for slot in self.dead:
-            slots[slot] = None
-        return self.run if launch is None else self._repeating(launch)
+        return launch
 
-    def _repeating(self, launch: Launch) -> Callable[[list[Any]], None]:
-        """Everything is decided but addresses: a step costs the host little more than its launch."""
-        taken, repeat, results, dead = [self.taken[i] for i in launch.order], launch.repeat, self.results, self.dead
-        in_place = [(name, self.arguments[i]) for name, i in self.in_place]
-        placed, writes = self.placed, bool(self.in_place or self.placed)
-
-        def run(slots: list[Any]) -> None:
-            given = tuple([_bare(p(slots[i])) if p is not None else slots[i] for i, p in taken])
-            out: dict[str, Tensor] = {}
-            if writes:
-                out = {name: slots[i] for name, i in in_place} | {p.output: p.allocate() for p in placed}
-            for slot, tensor in zip(results, repeat(given, out), strict=True):
-                slots[slot] = tensor
-            for slot in dead:
-                slots[slot] = None
-
-        return run
+    def outputs(self, values: list[Any]) -> list[Tensor]:
+        """What it makes of its arguments."""
+        if self.job is None:
+            return [values[0].to(self.dtype)]
+        return execute(self.job, values, self._out(values))
 
     def _values(self, slots: list[Any]) -> list[Any]:
         return [p(slots[i]) if p else slots[i] for i, p in self.taken]
@@ -209,10 +188,8 @@ class Step:
     def _finish(self, slots: list[Any], outputs: Iterable[Tensor]) -> None:
         for slot, tensor in zip(self.results, outputs, strict=True):
             slots[slot] = tensor
-
-
-def _bare(value: Any) -> Any:
-    return value.tensor if isinstance(value, Matrix) else value
+        for slot in self.dead:
+            slots[slot] = None
 
 
 @attrs.frozen(eq=False)

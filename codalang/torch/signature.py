@@ -225,6 +225,21 @@ def key(values: Sequence[object]) -> tuple[object, ...]:
     return tuple([(v.shape, v.dtype, v.device, v.layout) if isinstance(v, Tensor) else _number_key(v) for v in values])
 
 
+def forms(values: Sequence[object]) -> tuple[object, ...]:
+    """All that a call depends on but addresses: how tensors lie in memory, too, and whether they require gradients.
+
+    Raises RuntimeError for what has no strides or no memory.
+    """
+    return tuple(
+        [
+            (v.shape, v.stride(), v.dtype, v.device, v.data_ptr() & 15, v.requires_grad)
+            if isinstance(v, Tensor)
+            else _number_key(v)
+            for v in values
+        ]
+    )
+
+
 def _number_key(value: object) -> object:
     """Which sorts of numbers it is; what is none is like itself only."""
     sorts = (_is_number(value), _is_integer(value), isinstance(value, bool))

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import block  # noqa: E402
 
 import codalang  # noqa: E402
-from codalang.torch import program_plan, program_step, reference_only  # noqa: E402
+from codalang.torch import execute, program_step, reference_only  # noqa: E402
 
 LOW = (torch.bfloat16, torch.float16)
 SMALL = block.Size(512, 1408, 512, 128)
@@ -222,7 +222,7 @@ def test_what_the_forward_saved_is_overwritten(monkeypatch: pytest.MonkeyPatch) 
         return real(job, values, out)
 
     monkeypatch.setattr(program_step, "execute", record)
-    monkeypatch.setattr(program_plan, "kernels_possible", lambda device: False)  # remembered launches are not seen
+    monkeypatch.setattr(execute, "stepwise", True)
     last = torch.autograd.grad(results, given.wanted, (given.d_x2, given.d_qkv))
     assert written and all(torch.equal(x, y) for x, y in zip(last, retained, strict=True))
 
