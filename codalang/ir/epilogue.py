@@ -24,6 +24,7 @@ a broadcast exact.
 
 from __future__ import annotations
 
+import functools
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -181,7 +182,7 @@ class Epilogue:
         """The results of stateful transforms, in textual order."""
         return tuple(o for o in self.outputs if isinstance(o, State))
 
-    @property
+    @functools.cached_property  # asked for at each launch
     def has_samples(self) -> bool:
         """True where something has one row per sample."""
         return any(thing.type.kind is Kind.ROWS for thing in (*self.params, *self.outputs))
