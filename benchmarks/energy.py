@@ -1,20 +1,22 @@
 """What power allows: joules, clock and cycles of each GEMM with an epilogue, and the bound that follows.
 
-    python benchmarks/energy.py [--widths 8B] [--tokens 8192] [--only REGEX] [--seconds 0.4] --out DIR
+    python benchmarks/energy.py [--widths 8B] [--tokens 8192] [--only REGEX] [--seconds 0.5] [--rounds 15] --out DIR
 
-Each load runs back to back until the clock has settled, then for `--seconds` more.  Power is that of NVML's energy
-counter between two of its ticks; the clock is what the multiprocessors count over what the device's timer says.
+Speed and clock are those of `codalang bench`: in turns, with a cold L2.  Power needs a steady state: such a load runs
+back to back until the clock has settled, then for `--seconds` more, and is what NVML's energy counter says between two
+of its ticks.  The clock is what the multiprocessors count over what the device's timer says.
 
-| load      | is                                                                                              |
-|-----------|-------------------------------------------------------------------------------------------------|
-| spin      | one thread that waits: the power of a GPU that is awake and does nothing                        |
-| copy      | a large copy: its energy above `spin`'s, for each byte read or written                          |
-| apart     | the longest bare GEMM with pauses as long as itself: what it takes at a clock that is not limited |
-| cublas    | the bare GEMM                                                                                   |
-| plain     | our kernel that only stores the accumulator                                                     |
-| moves     | our kernel that loads and stores the epilogue's tiles, with next to no maths                    |
-| codalang  | our kernel                                                                                      |
-| hosted    | the epilogue on a plain tensor: its energy, less its bytes', is that of its instructions        |
+| load      | is                                                                                       | seen   |
+|-----------|------------------------------------------------------------------------------------------|--------|
+| spin      | one thread that waits: the power of a GPU that is awake and does nothing                 | steady |
+| copy      | a large copy: its energy above `spin`'s, for each byte read or written                   | steady |
+| bare      | the longest bare GEMM                                                                    | steady |
+| apart     | the same with pauses as long as itself: what it takes at a clock that is not limited     | steady |
+| cublas    | the bare GEMM                                                                            | both   |
+| plain     | our kernel that only stores the accumulator                                              | turns  |
+| moves     | our kernel that loads and stores the epilogue's tiles, with next to no maths             | turns  |
+| codalang  | our kernel                                                                               | turns  |
+| hosted    | the epilogue on a plain tensor: its energy, less its bytes', is that of its instructions | steady |
 
 A GEMM at the power limit gets slower by any energy that is spent beside it.  With A the bare GEMM's energy above
 `spin`'s and e what the epilogue adds, the least time is x times the GEMM's where the energy of x times as long, at the
@@ -23,7 +25,7 @@ same power, pays for both:
     A x  =  A x^-g  +  e
 
 For a lower clock needs a lower voltage, and the GEMM then takes less: its energy goes with the g-th power of the clock,
-of which `apart` and `cublas` are two points.  Neither the other limits, of L2 say, nor a better kernel enter: time
+of which `apart` and `bare` are two points.  Neither the other limits, of L2 say, nor a better kernel enter: time
 below the bound means that an epilogue takes less energy than assumed, time above it that something else is lost.
 """
 
@@ -32,11 +34,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -48,14 +51,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch  # noqa: E402
 
 import codalang  # noqa: E402
-from codalang.bench.timing import Call  # noqa: E402
+from codalang.bench.timing import FLUSH_BYTES, SPIN_CYCLES, Call  # noqa: E402
 from codalang.bench.workloads import PATTERNS, WIDTHS, Workload, make_operands  # noqa: E402
 from codalang.ir.build import EpilogueBuilder  # noqa: E402
 from codalang.ir.epilogue import Epilogue  # noqa: E402
 from codalang.ir.types import Kind  # noqa: E402
 from codalang.lower import ahead, run  # noqa: E402
 
-SETTLE = 0.6  # seconds: less, and what ran before still decides the clock
+SETTLE = 1.0  # seconds: less, and what ran before still decides the clock
 COPIED = 2**30  # bytes
 CYCLES = 2_000_000  # of a wait
 CHUNK = 40.0  # milliseconds of calls that are enqueued at a time: reading the counter can take long
@@ -76,22 +79,28 @@ MOST_MULTIPROCESSORS = 256
 
 
 @attrs.frozen
-class Load:
-    """A load in its steady state, per call."""
+class Speed:
+    """A call's time and clock."""
 
     ms: float
-    watts: float
     mhz: float
+
+    @property
+    def cycles(self) -> float:
+        """Of the multiprocessors' clock, in millions."""
+        return self.ms * self.mhz / 1e3
+
+
+@attrs.frozen
+class Load(Speed):
+    """A load in its steady state, per call."""
+
+    watts: float
 
     @property
     def joules(self) -> float:
         """Per call."""
         return self.watts * self.ms / 1e3
-
-    @property
-    def cycles(self) -> float:
-        """Of the multiprocessors' clock, per call, in millions."""
-        return self.ms * self.mhz / 1e3
 
     def above(self, other: Load) -> float:
         """Joules per call beyond what another load takes in that time."""
@@ -135,6 +144,9 @@ def plain(epilogue: Epilogue) -> Epilogue:
     accumulator = epilogue.params[0]
     builder.store("y", builder.param(accumulator.name, accumulator.type), accumulator.type)
     return builder.finish()
+
+
+STEADY = ("cublas", "hosted")  # of what `calls` gives; and in turns all but the last
 
 
 def calls(workload: Workload, device: str) -> Iterator[tuple[str, Call]]:
@@ -204,7 +216,31 @@ class Meter:
         end.record()
         self._count(counted[1])
         torch.cuda.synchronize()
-        return Load(begin.elapsed_time(end) / count, watts(ticks), megahertz(*(c.tolist() for c in counted)))
+        return Load(begin.elapsed_time(end) / count, megahertz(*(c.tolist() for c in counted)), watts(ticks))
+
+    def in_turns(self, calls: Mapping[str, Call], rounds: int) -> dict[str, Speed]:
+        """Each call once a round, as `codalang.bench.timing.interleaved` does; medians."""
+        flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+        order, seen = random.Random(0), {name: list[Speed]() for name in calls}
+        for call in calls.values():
+            call()
+        for _ in range(rounds):
+            for name in order.sample(list(calls), len(calls)):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                counted = [torch.zeros(MOST_MULTIPROCESSORS, 2, dtype=torch.int64, device="cuda") for _ in range(2)]
+                flush.zero_()
+                torch.cuda._sleep(SPIN_CYCLES)
+                self._count(counted[0])
+                begin.record()
+                calls[name]()
+                end.record()
+                self._count(counted[1])
+                torch.cuda.synchronize()
+                seen[name].append(Speed(begin.elapsed_time(end), megahertz(*(c.tolist() for c in counted))))
+        return {
+            name: Speed(statistics.median(s.ms for s in speeds), statistics.median(s.mhz for s in speeds))
+            for name, speeds in seen.items()
+        }
 
     def _milliseconds(self, call: Call) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -293,41 +329,47 @@ def prices(meter: Meter, workload: Workload, seconds: float) -> Prices:
     return Prices(spin, copy.above(spin) / (2 * COPIED), found)
 
 
-def shares(workload: Workload, loads: dict[str, Load], price: Prices) -> dict[str, float]:
-    """What a pattern's loads say of it; see the module's docstring.
+def shares(workload: Workload, turns: dict[str, Speed], steady: dict[str, Load], price: Prices) -> dict[str, float]:
+    """What a pattern's calls in turns and its steady loads say of it; see the module's docstring.
 
     `extra bytes` are the epilogue's tiles beyond the one that a bare GEMM stores, in joules as a share of the GEMM's;
     `instructions` what the hosted epilogue takes beside its bytes, at the clock of the GEMM.
     """
     m, n, _ = workload.extents
-    bare, ours, hosted = loads["cublas"], loads["codalang"], loads["hosted"]
+    bare, hosted = steady["cublas"], steady["hosted"]
     own = bare.above(price.spin)
     moved = (workload.tile_bytes - 2 * m * n) * price.joules_per_byte / own
     work = hosted.above(price.spin) - (workload.tile_bytes + 2 * m * n) * price.joules_per_byte
     work = max(0.0, work) * (bare.mhz / hosted.mhz) ** price.exponent / own
+    cublas, ours = turns["cublas"], turns["codalang"]
     found = {
-        "measured": bare.ms / ours.ms,
-        "clock": ours.mhz / bare.mhz,
-        "cycles": bare.cycles / ours.cycles,
+        "measured": cublas.ms / ours.ms,
+        "clock": ours.mhz / cublas.mhz,
+        "cycles": cublas.cycles / ours.cycles,
         "extra bytes": moved,
         "instructions": work,
         "bound by bytes": 1 / least_time(moved, price.exponent),
         "bound": 1 / least_time(moved + work, price.exponent),
     }
-    return found | {name: bare.ms / loads[name].ms for name in ("plain", "moves") if name in loads}
+    return found | {name: cublas.ms / turns[name].ms for name in ("plain", "moves") if name in turns}
 
 
-def measured(workload: Workload, meter: Meter, price: Prices, seconds: float) -> dict[str, Any]:
+def measured(workload: Workload, meter: Meter, price: Prices, options: argparse.Namespace) -> dict[str, Any]:
     """A row of the JSON."""
-    loads = {name: meter.load(call, seconds) for name, call in calls(workload, "cuda")}
-    for name, load in loads.items():
-        print(f"   {name:10} {load.ms:.3f} ms  {load.watts:.0f} W  {load.mhz:.0f} MHz  {load.joules:.3f} J", flush=True)
-    found = shares(workload, loads, price)
+    every = dict(calls(workload, "cuda"))
+    turns = meter.in_turns({name: call for name, call in every.items() if name != "hosted"}, options.rounds)
+    steady = {name: meter.load(every[name], options.seconds) for name in STEADY}
+    for name, speed in turns.items():
+        print(f"   {name:10} {speed.ms:.3f} ms  {speed.mhz:.0f} MHz", flush=True)
+    for name, load in steady.items():
+        print(f"   steady {name:10} {load.ms:.3f} ms  {load.mhz:.0f} MHz  {load.watts:.0f} W", flush=True)
+    found = shares(workload, turns, steady, price)
     print("   " + "  ".join(f"{name} {value:.3f}" for name, value in found.items()), flush=True)
     return {
         "name": workload.name,
         "title": workload.pattern.title,
-        "loads": {name: attrs.asdict(load) for name, load in loads.items()},
+        "turns": {name: attrs.asdict(speed) for name, speed in turns.items()},
+        "loads": {name: attrs.asdict(load) for name, load in steady.items()},
         "shares": found,
     }
 
@@ -338,7 +380,8 @@ def main() -> None:
     parser.add_argument("--only", type=re.compile, default=re.compile(""), help="workloads whose name matches")
     parser.add_argument("--widths", nargs="+", choices=list(WIDTHS), default=["8B"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192])
-    parser.add_argument("--seconds", type=float, default=0.4)
+    parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     patterns = [p for p in PATTERNS.values() if p.group == "epilogue"]
@@ -356,7 +399,7 @@ def main() -> None:
         rows = []
         for workload in chosen:
             print(workload.name, flush=True)
-            rows.append(measured(workload, meter, price, options.seconds))
+            rows.append(measured(workload, meter, price, options))
             torch.cuda.empty_cache()
     if options.out:
         machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "codalang": codalang.__version__}

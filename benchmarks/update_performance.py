@@ -119,7 +119,7 @@ def energy(kept: dict[str, Any]) -> str:
         f"memory; a GEMM's energy goes with the clock to the power {price['exponent']:.2f}."
     )
     bounds = [["work", *BOUNDS]]
-    loads = [["work", "load", "ms", "W", "MHz", "J"]]
+    loads = [["work", "steady load", "ms", "W", "MHz", "J"]]
     for row in patterns:
         shown = (row["shares"].get(key) for key in BOUNDS.values())
         bounds.append([row["title"], *("" if value is None else f"{value:.3f}" for value in shown)])
