@@ -1,12 +1,13 @@
 """Writes the figures of docs/performance.md from the files that the measuring commands write: none is typed by hand.
 
-    python benchmarks/update_performance.py [--bench BENCH.json ...] [--search SEARCH.json ...] [--block BLOCK.json]
-        [--energy ENERGY.json]
+    python benchmarks/update_performance.py [--bench BENCH.json ...] [--search SEARCH.json ...]
+        [--block BLOCK.json ...] [--energy ENERGY.json]
 
 `--bench` takes reports of `codalang bench --out DIR` (of a workload that several have, the last counts), `--search`
-results of `benchmarks/search_config.py --out DIR`, `--block` that of `benchmarks/block.py --out DIR`, `--energy` that
-of `benchmarks/energy.py --out DIR`.  They are kept in docs/bench/, with the plots, and the page's blocks are made of
-what is kept there, without arguments again.  A block stands between two comments:
+results of `benchmarks/search_config.py --out DIR`, `--block` those of `benchmarks/block.py --out DIR` (of a size that
+several have, the last counts), `--energy` that of `benchmarks/energy.py --out DIR`.  They are kept in docs/bench/, with
+the plots, and the page's blocks are made of what is kept there, without arguments again.  A block stands between two
+comments:
 
     <!-- figures: NAME -->  ...  <!-- end -->
 """
@@ -17,7 +18,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +165,9 @@ def read(folder: Path = KEPT) -> Kept:
     return Kept(bench, *(json.loads(texts[name]) if name in texts else None for name in ("search", "block", "energy")))
 
 
-def keep(bench: list[Path], searches: list[Path], others: Mapping[str, Path | None], folder: Path = KEPT) -> None:
-    """Keep the files of measuring commands, with the plots; `others` are kept as they are, by name."""
+def keep(bench: list[Path], searches: list[Path], others: Mapping[str, Sequence[Path]], folder: Path = KEPT) -> None:
+    """Keep the files of measuring commands, with the plots; `others` are objects by name, of which the last that has a
+    key counts."""
     folder.mkdir(parents=True, exist_ok=True)
     if bench:
         found = report.merged([report.from_json(path.read_text()) for path in bench])
@@ -175,9 +177,10 @@ def keep(bench: list[Path], searches: list[Path], others: Mapping[str, Path | No
     if searches:
         rows = {row["job"]: row for path in searches for row in json.loads(path.read_text())}
         (folder / "search.json").write_text(json.dumps(list(rows.values()), indent=1) + "\n")
-    for name, path in others.items():
-        if path:
-            (folder / f"{name}.json").write_text(json.dumps(json.loads(path.read_text()), indent=1) + "\n")
+    for name, paths in others.items():
+        if paths:
+            whole = {key: value for path in paths for key, value in json.loads(path.read_text()).items()}
+            (folder / f"{name}.json").write_text(json.dumps(whole, indent=1) + "\n")
 
 
 def main() -> None:
@@ -185,8 +188,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bench", nargs="+", type=Path, default=[])
     parser.add_argument("--search", nargs="+", type=Path, default=[])
-    parser.add_argument("--block", type=Path)
-    parser.add_argument("--energy", type=Path)
+    parser.add_argument("--block", nargs="+", type=Path, default=[])
+    parser.add_argument("--energy", nargs=1, type=Path, default=[])
     options = parser.parse_args()
     keep(options.bench, options.search, {"block": options.block, "energy": options.energy})
     PAGE.write_text(rendered(PAGE.read_text(), read()))

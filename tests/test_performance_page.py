@@ -107,7 +107,7 @@ def test_the_script_keeps_runs_and_writes_figures(tmp_path: Path) -> None:
     (tmp_path / "search.json").write_text(json.dumps(SEARCH))
     (tmp_path / "block.json").write_text(json.dumps(BLOCK_RUN))
     (tmp_path / "energy.json").write_text(json.dumps(ENERGY_RUN))
-    others = {name: tmp_path / f"{name}.json" for name in ("block", "energy")}
+    others = {name: [tmp_path / f"{name}.json"] for name in ("block", "energy")}
     page.keep(runs, [tmp_path / "search.json"], others, kept)
     files = {f"{name}.json" for name in ("bench", "search", "block", "energy")}
     assert {p.name for p in kept.iterdir()} == {"bars.svg", "roofline.svg"} | files
