@@ -344,7 +344,7 @@ def test_a_remark_reaches_the_user_once(cache):
     with pytest.warns(CodaSlowKernelWarning, match="it spills") as caught:
         needs(FIRST)
         needs(FIRST)
-    assert len(caught) == 1
+    assert len([w for w in caught if w.category is CodaSlowKernelWarning]) == 1
 
 
 def test_a_disk_that_takes_nothing_ends_the_workers(cache, monkeypatch):
