@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from strategies import epilogues, inputs_for
 
 from codalang.autodiff import derive
+from codalang.bench import candidates
 from codalang.errors import CodaUnsupportedError, Source
 from codalang.ir import evaluate, reference
 from codalang.ir.build import EpilogueBuilder
@@ -29,7 +30,7 @@ from codalang.ir.epilogue import Epilogue, Param, State
 from codalang.ir.ops import OPS
 from codalang.ir.simplify import simplify
 from codalang.ir.types import Dtype, Kind, tile
-from codalang.lower import blocks, load, plan
+from codalang.lower import blocks, load, plan, split
 from codalang.lower.body import HOST_OPS, Fold
 from codalang.lower.codegen import generate
 from codalang.lower.compile import Report, compile_object
@@ -294,11 +295,29 @@ def test_a_plan_fits_and_its_parts_divide(kernel: tuple[str, KernelSpec], m: int
     assert plan.shared_bytes(spec, config) <= plan.SMEM_CAPACITY
     assert config.stages >= 2
     assert config.tile[1] % config.subtile == 0
-    teams_rows = 64 if config.ping_pong else 128
-    steps = config.tile[1] // config.subtile * (config.tile[0] // teams_rows)
-    assert config.tile[0] % teams_rows == 0
-    # a load stage is waited for at a phase that is known only if every tile uses it equally often
-    assert config.load_stages == 0 or steps % config.load_stages == 0
+    assert config.tile[0] % (64 if config.ping_pong else 128) == 0
+
+
+@pytest.mark.parametrize("kernel", ON_GEMM, ids=lambda kernel: kernel[0])
+def test_every_tile_begins_at_the_first_slab(kernel: tuple[str, KernelSpec]) -> None:
+    """A load is waited for at a phase, and a slab is written after a wait, that are known only if every tile uses each
+    stage equally often."""
+    _, spec = kernel
+    for tiling in (*plan.TILINGS, *split.TILINGS):
+        for config in split.configurations(spec, tiling, 64):
+            for stages in filter(None, (config.load_stages, config.store_stages)):
+                assert config.steps % stages == 0 and config.is_in_step, config
+    for config in candidates.all_for(spec, 8192, 4096, 4096):
+        assert config.is_in_step, config
+
+
+def test_a_configuration_out_of_step_is_refused(tmp_path: Path) -> None:
+    _, spec = ON_GEMM[0]
+    config = attrs.evolve(plan.choose(spec, 8192, 4096, 4096), tile=(64, 32), ping_pong=True, cluster=(1, 1))
+    config = attrs.evolve(config, subtile=32, load_stages=0, store_stages=2)
+    assert (config.steps, config.is_in_step) == (1, False)
+    with pytest.raises(CodaUnsupportedError, match="must divide its 1 steps"):
+        compile_object(attrs.evolve(spec, config=config), tmp_path / "kernel.o")
 
 
 def test_large_problems_get_large_tiles_and_small_ones_small() -> None:

@@ -38,11 +38,9 @@ def large(spec: KernelSpec) -> list[Config]:
     has_loads = any(p.type.kind is Kind.TILE for p, _ in spec.inputs)
     found: dict[Config, None] = {}
     for (tile, cluster, ping_pong), (subtile, loads, stores), raster in itertools.product(SHAPES, SLABS, RASTERS):
-        loads *= has_loads
-        warps_rows = tile[0] // 64 // (1 if ping_pong else 2)
-        if tile[1] % subtile or (loads and (tile[1] // subtile * warps_rows) % loads):
+        config = Config(tile, cluster, ping_pong, 0, subtile, loads * has_loads, stores, raster)
+        if tile[1] % subtile or not config.is_in_step:
             continue
-        config = Config(tile, cluster, ping_pong, 0, subtile, loads, stores, raster)
         left = plan.SMEM_CAPACITY - plan.shared_bytes(spec, config)
         stages = min(plan.MAX_STAGES, left // plan.ring_stage_bytes(tile))
         if stages >= LEAST_STAGES:

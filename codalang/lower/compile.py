@@ -181,6 +181,10 @@ def _kernel_and_arguments(spec: KernelSpec) -> tuple[Any, list[Any]]:
     from codalang.lower.sm90 import GemmKernel
 
     operand = spec.operand
+    if spec.config is not None and not spec.config.is_in_step:
+        raise CodaUnsupportedError(
+            f"load_stages and store_stages of {spec.config} must divide its {spec.config.steps} steps"
+        )
     if spec.config is None or shared_bytes(spec, spec.config) > SMEM_CAPACITY:
         # the launcher would only print a line before a launch that cannot succeed
         raise CodaUnsupportedError(f"`{spec.epilogue.name}` does not fit in shared memory with {spec.config}")

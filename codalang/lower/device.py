@@ -116,10 +116,11 @@ _ERFC_END = 4.2
 
 
 def _one_plus_erf(x: Any) -> Any:
-    magnitude = cute.arch.fmin(cute.math.abs(x), Float32(_ERFC_END), nan=True)
+    magnitude = cute.math.abs(x)
+    near = cute.arch.fmin(magnitude, Float32(_ERFC_END), nan=True)  # beyond, a line to 0, which infinity meets
     exponent = Float32(_ERFC[-1])
     for coefficient in reversed(_ERFC[:-1]):
-        exponent = exponent * magnitude + coefficient
+        exponent = exponent * near + coefficient
     complement = _exp2(exponent * magnitude)
     return choose(x < 0.0, complement, 2.0 - complement)
 

@@ -150,7 +150,7 @@ def _divisions(spec: KernelSpec, tiling: Tiling, most_registers: int) -> Iterato
         if tiling.tile[1] % subtile:
             continue
         loads, stores = loads * has_loads, stores * has_stores
-        config = Config(tiling.tile, tiling.cluster, tiling.ping_pong, 0, subtile, loads, stores)
+        config = _in_step(Config(tiling.tile, tiling.cluster, tiling.ping_pong, 0, subtile, loads, stores))
         left = SMEM_CAPACITY - shared_bytes(spec, config)
         stages = min(MAX_STAGES, left // ring_stage_bytes(tiling.tile))
         if registers(spec, config) > most_registers:
@@ -159,6 +159,15 @@ def _divisions(spec: KernelSpec, tiling: Tiling, most_registers: int) -> Iterato
         if stages >= tiling.least_stages or (stages >= 2 and is_last):
             yield attrs.evolve(config, stages=stages)
             return
+
+
+def _in_step(config: Config) -> Config:
+    """The same with the most slabs, no more than there are, that divide a tile's steps; see `Config.is_in_step`."""
+
+    def most(stages: int) -> int:
+        return max((s for s in range(1, stages + 1) if config.steps % s == 0), default=0)
+
+    return attrs.evolve(config, load_stages=most(config.load_stages), store_stages=most(config.store_stages))
 
 
 def hosted_rows(epilogue: Epilogue) -> int:

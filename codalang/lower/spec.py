@@ -38,8 +38,8 @@ class Config:
         ping_pong: two consumer warpgroups alternate tiles; otherwise they share one.
         stages: depth of the A/B ring.
         subtile: accumulator columns that the epilogue handles at a time.
-        load_stages: sub-tiles of tile inputs in flight per warp (0 where there are none).
-        store_stages: sub-tiles of tile outputs in flight per warp (0 where there are none).
+        load_stages: sub-tiles of tile inputs in flight per warp (0 where there are none); it divides `steps`.
+        store_stages: sub-tiles of tile outputs in flight per warp (0 where there are none); it divides `steps`.
         raster: clusters of one group along N, for L2 locality.
         split: parts of K that are multiplied apart and added by the last that is done; see `gather`.
         balanced: the tiles of the last wave are divided along K among all multiprocessors; see `balance`.
@@ -58,6 +58,17 @@ class Config:
     split: int = 1
     a_rows: int = 0
     balanced: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Sub-tiles, of 16 rows each, that a warp takes of a tile one after the other."""
+        return self.tile[0] // (64 if self.ping_pong else 128) * (self.tile[1] // self.subtile)
+
+    @property
+    def is_in_step(self) -> bool:
+        """Every tile begins at the first slab of each ring, as a kernel takes for granted: else it would take one that
+        the tile before is still storing, or would not wait for what it loads."""
+        return all(self.steps % stages == 0 for stages in (self.load_stages, self.store_stages) if stages)
 
     @property
     def gathers(self) -> bool:
