@@ -34,6 +34,7 @@ from codalang.lower import blocks, load, plan, split
 from codalang.lower.body import HOST_OPS, Fold
 from codalang.lower.codegen import generate
 from codalang.lower.compile import Report, compile_object
+from codalang.lower.epilogue_loop import load_phase
 from codalang.lower.factor import factored
 from codalang.lower.spec import KernelSpec, Operand, base_width, folds, loaded_params, merge_spec, relative_width
 from codalang.parser import parse
@@ -309,6 +310,20 @@ def test_every_tile_begins_at_the_first_slab(kernel: tuple[str, KernelSpec]) -> 
                 assert config.steps % stages == 0 and config.is_in_step, config
     for config in candidates.all_for(spec, 8192, 4096, 4096):
         assert config.is_in_step, config
+
+
+@pytest.mark.parametrize(("steps", "stages"), [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (8, 2), (8, 4), (12, 2), (7, 1)])
+def test_loads_are_waited_for_in_their_phase(steps: int, stages: int) -> None:
+    """As a warp requests and waits: the first stages of a tile, then, after each step, the one that takes its slab."""
+    arrived = [0] * stages  # loads that each stage has had
+    for visit in range(5):
+        pending = {}
+        for step in range(steps):
+            for requested in range(stages) if step == 0 else (step - 1 + stages,):
+                if requested < steps:
+                    pending[requested] = arrived[requested % stages]
+                    arrived[requested % stages] += 1
+            assert load_phase(visit, steps, step, stages) == pending.pop(step) % 2
 
 
 def test_a_configuration_out_of_step_is_refused(tmp_path: Path) -> None:

@@ -57,6 +57,11 @@ Leave = Callable[[Int32, list[tuple], Any], None]  # writes adjacent columns fro
 EIGHTS_OF_MATRICES = 2  # of columns, and both halves of the rows: what one instruction moves by matrices
 
 
+def load_phase(visit: Any, steps: int, step: int, stages: int) -> Any:
+    """The parity of the phase of its stage's barrier in which a step's load arrives, where each tile has so many."""
+    return (visit * (steps // stages) + step // stages) % 2
+
+
 @attrs.frozen
 class Staged:
     """What `begin` holds in registers until `finish`: cols as [input][row block][half], rows as [input][share]."""
@@ -262,7 +267,7 @@ class EpilogueLoop:
     def _await_loads(self, step: int, steps: int, visit: Int32) -> None:
         stages = self.config.load_stages
         barrier = self.load_barriers + (self.warp * stages + step % stages)
-        cute.arch.mbarrier_wait(barrier, (visit * (steps // stages) + step // stages) % 2)
+        cute.arch.mbarrier_wait(barrier, load_phase(visit, steps, step, stages))
 
     def _send(self, step: int, tile_m: Int32, tile_n: Int32) -> None:
         """Start the TMA stores of a sub-tile."""
