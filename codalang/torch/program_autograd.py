@@ -289,7 +289,7 @@ class ProgramTape:
             return self._step_for(needs, have).run(private, have)
         try:
             seen = (key_of(lie(have)), needs, private)
-        except RuntimeError:  # cotangents without memory: a batch of them is refused
+        except RuntimeError:  # cotangents without memory: sparse ones; a batch of them is refused
             return self._step_for(needs, have).run(private, have)
         again = self._again.get(seen)
         if again is not None and launches_repeat_now(self.setting.device.index):
@@ -303,7 +303,8 @@ class ProgramTape:
         return step.run(private, have)
 
     def _step_for(self, needs: Flags, have: list[Any]) -> ProgramStep:
-        cotangents = have[len(have) - self.visible :]
+        first = len(have) - self.visible
+        have[first:] = cotangents = _dense(have[first:])
         refuse_batches(cotangents)
         return self.step(needs, tuple([c is not None for c in cotangents]))
 
@@ -517,6 +518,11 @@ class ProgramStep:
         return self.gradients.spread(self.tape, run(values))
 
 
+def _dense(cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Cotangents as strided tensors: those of an embedding's rows, say, come sparse."""
+    return [c if c is None or c.layout is torch.strided else c.to_dense() for c in cotangents]
+
+
 class DifferentiableStep:
     """One backward as a call of a program of cotangents and arguments."""
 
@@ -583,6 +589,7 @@ def _differentiable_backward(
     if ctx.rest is None:
         raise RuntimeError("the graph of this call was freed by an earlier backward: pass retain_graph=True to it")
     refuse_batches(cotangents)
+    cotangents = _dense(cotangents)
     step = tape.differentiable(needs, tuple([c is not None for c in cotangents]))
     arguments: dict[int, Any] = dict(zip(tape.kept_params, ctx.saved_tensors, strict=False))
     arguments.update(zip(tape.numbers, ctx.numbers, strict=True))
