@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import warnings
@@ -177,6 +178,41 @@ def test_a_tensor_that_does_operators_itself_is_never_launched_on(surroundings: 
             fake.x2.sum().backward()
             assert mode.is_our_fake(fakes["x"].grad)
             assert math.isfinite(expected.x2.sum().item())
+
+
+@pytest.mark.parametrize("surroundings", [on_kernels, nullcontext])
+def test_gradients_of_arguments_that_share_a_cotangent_are_apart(surroundings: Any) -> None:
+    """Whoever scales or accumulates one in place must not change the others."""
+    params = "acc: tile[M, N], c: col[M], d: col[M], e: col[M]"
+    text = f"epilogue shifted({params}) {{ store y: tile[M, N] = acc + c + d + e }}"
+    function, a, w = codalang.load(text).shifted, torch.randn(2, 3, 8).bfloat16(), torch.randn(8, 8).bfloat16()
+    for shapes in itertools.product([(6,), (2, 3)], repeat=3):
+        vectors = [torch.randn(shape).requires_grad_() for shape in shapes]
+        with surroundings():
+            for count in (1, 2, 3):
+                function(a, w, *vectors).float().sum().backward()
+                assert all(torch.equal(v.grad, torch.full_like(v, 8 * count)) for v in vectors), shapes
+        assert len({v.grad.data_ptr() for v in vectors}) == 3
+
+
+@pytest.mark.parametrize("surroundings", [on_kernels, nullcontext])
+@pytest.mark.parametrize("rows", [(16,), (2, 8)])
+def test_results_may_be_written_into(surroundings: Any, rows: tuple[int, ...]) -> None:
+    """As those of a linear layer may; not so what the backward reads."""
+    text = "epilogue both(acc: tile[M, N]) { store y: tile[M, N] = 3 * acc reduce s: col[M] = sum(acc) }"
+    function, x, w = codalang.load(text).both, torch.ones(*rows, 8).bfloat16().requires_grad_(), torch.eye(8).bfloat16()
+    arguments = drawn() | {"x": x}
+    with surroundings():
+        for _ in range(3):
+            y, s = function(x, w)
+            y += y
+            s.mul_(5)
+            (found,) = torch.autograd.grad(y.float().sum() + s.sum(), x)
+            assert torch.equal(found, torch.full_like(x, 2 * 3 + 5))
+            made = m.block(**arguments)
+            made.x2.mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                made.ss2.sum().backward()
 
 
 def test_gemms_of_calls_that_were_made_before_are_recorded() -> None:

@@ -386,7 +386,8 @@ class _Gradients:
 
     Attributes:
         wanted: what is asked of each result that is one.
-        whose: (argument, result, what makes that argument's of it, where several share it and differ).
+        whose: (argument, result, what makes that argument's of it, where several share it and differ: all but the
+            first get a copy, for gradients may be written into).
         zeros: the arguments whose gradient is zero.
     """
 
@@ -416,6 +417,7 @@ class _Gradients:
                     setting.dtypes[slot],
                     param.type if param.type.pair_axis is not None else None,
                     setting.flat[slot],
+                    copied=name in {gradients.get(p.name) for p in params[: params.index(param)]},
                 )
                 whose.append((slot, order[name], finish if shared else None))
         return _Gradients(
@@ -556,7 +558,8 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tape: ProgramTape, run: Straight, *values: Value) -> tuple[Tensor, ...]:
-        results = run(list(values))
+        # A result that is a view, if of nothing that anybody else has, could not be written into.
+        results = [r.data if r._is_view() else r for r in run(list(values))]
         ctx.set_materialize_grads(False)
         if tape.constant:
             ctx.mark_non_differentiable(*[results[i] for i in tape.constant])
