@@ -199,7 +199,7 @@ def test_gradients_of_arguments_that_share_a_cotangent_are_apart(surroundings: A
 @pytest.mark.parametrize("rows", [(16,), (2, 8)])
 def test_results_may_be_written_into(surroundings: Any, rows: tuple[int, ...]) -> None:
     """As those of a linear layer may; not so what the backward reads."""
-    text = "epilogue both(acc: tile[M, N]) { store y: tile[M, N] = 3 * acc reduce s: col[M] = sum(acc) }"
+    text = "epilogue both(acc: tile[M, N]) { store y: tile[M, N] = 3 * acc\n reduce s: col[M] = sum(acc) }"
     function, x, w = codalang.load(text).both, torch.ones(*rows, 8).bfloat16().requires_grad_(), torch.eye(8).bfloat16()
     arguments = drawn() | {"x": x}
     with surroundings():
