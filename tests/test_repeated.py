@@ -215,6 +215,20 @@ def test_results_may_be_written_into(surroundings: Any, rows: tuple[int, ...]) -
                 made.ss2.sum().backward()
 
 
+@pytest.mark.parametrize("surroundings", [on_kernels, nullcontext])
+def test_arguments_made_in_inference_mode(surroundings: Any) -> None:
+    """They will do where no backward reads them, as for torch's own functions."""
+    function, x, w = codalang.load("residual").residual, drawn()["x"], torch.eye(8).bfloat16()
+    with torch.inference_mode():
+        residual = torch.ones(16, 8).bfloat16()
+    with surroundings():
+        for _ in range(3):
+            (found,) = torch.autograd.grad(function(x, w, residual).sum(), x, create_graph=True)
+            assert torch.equal(found, torch.ones_like(x))
+            with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+                function(x, residual[:8], residual)
+
+
 def test_gemms_of_calls_that_were_made_before_are_recorded() -> None:
     arguments = {n: v.detach() for n, v in drawn().items()}
     with looked_up_or_step_by_step():

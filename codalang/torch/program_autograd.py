@@ -565,7 +565,10 @@ class _Call(torch.autograd.Function):
             ctx.mark_non_differentiable(*[results[i] for i in tape.constant])
         ctx.tape = tape
         ctx.numbers = [values[i] for i in tape.numbers]
-        ctx.rest = [(values[i], values[i]._version) for i in tape.rest]  # type: ignore[union-attr]
+        try:
+            ctx.rest = [(values[i], values[i]._version) for i in tape.rest]  # type: ignore[union-attr]
+        except RuntimeError:
+            ctx.rest = [(values[i], _version(values[i])) for i in tape.rest]
         ctx.private = torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         ctx.save_for_backward(*[values[i] for i in tape.kept_params], *[results[i] for i in tape.kept_results])
         return tuple(results[: tape.visible])
@@ -597,7 +600,7 @@ def _differentiable_backward(
     arguments: dict[int, Any] = dict(zip(tape.kept_params, ctx.saved_tensors, strict=False))
     arguments.update(zip(tape.numbers, ctx.numbers, strict=True))
     for slot, (tensor, version) in zip(tape.rest, ctx.rest, strict=True):
-        if tensor._version != version:
+        if _version(tensor) != version:
             raise RuntimeError(
                 f"`{tape.operator.program.params[slot].name}` was modified by an inplace operation, and the derivative "
                 "of the derivative needs it"
@@ -607,6 +610,11 @@ def _differentiable_backward(
     values = [c if view is None else view(c) for c, view in views] + [arguments[i] for i in range(len(needs))]
     results = step.shaped(values)
     return step.gradients.spread(tape, results)
+
+
+def _version(tensor: Any) -> int:
+    """How often it was written into; tensors of inference mode do not say."""
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 # What Function.apply adds to this prepares for torch.func, which calls refuse, and costs as much as all of our own.
