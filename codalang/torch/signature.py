@@ -246,9 +246,11 @@ PLAIN = frozenset((Tensor, torch.nn.Parameter))  # most arguments; to ask their 
 
 def has_memory(value: object) -> bool:
     """Is it a tensor?  Raises RuntimeError for one that does torch's operators itself: its address says nothing."""
+    if not isinstance(value, Tensor):
+        return False
     if dispatches(value):
         raise RuntimeError("no memory of its own")
-    return isinstance(value, Tensor)
+    return True
 
 
 def dispatches(value: object) -> bool:
