@@ -187,8 +187,10 @@ class Meter:
     """NVML's energy counter, and the device's own of cycles and time."""
 
     def __init__(self) -> None:
-        import pynvml
-
+        try:
+            import pynvml
+        except ModuleNotFoundError:
+            sys.exit("energy.py reads NVML's energy counter: pip install nvidia-ml-py")
         self.nvml = pynvml
         self.gpu = torch.cuda._get_pynvml_handler()
         self.counters = torch.cuda._compile_kernel(COUNTERS, "counters")

@@ -606,6 +606,7 @@ def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -
     assert main(["bench", "--json"]) == 1
     shown = json.loads(capsys.readouterr().out)
     assert "times kernels on a Hopper GPU" in shown["errors"][0]["message"]
+    assert shown["errors"][0]["hint"] == "`codalang bench --compile-only` compiles them without one"
 
 
 @pytest.mark.parametrize(
@@ -654,7 +655,7 @@ def test_the_command_end_to_end(
     """All but the GPU: times are made up, kernels stand-ins on the CPU."""
     from codalang.cli import bench
 
-    monkeypatch.setattr(bench, "needs_hopper", lambda command: None)
+    monkeypatch.setattr(bench, "needs_hopper", lambda command, instead: None)
     monkeypatch.setattr(bench, "_WIDTHS", ("tiny",))
     real = measure.reports
     monkeypatch.setattr(

@@ -25,6 +25,12 @@ def test_power_is_energy_between_ticks() -> None:
         energy.watts([(1.0, 5000)])
 
 
+def test_without_nvml_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(SystemExit, match="pip install nvidia-ml-py"):
+        energy.Meter()
+
+
 def test_the_clock_is_cycles_over_time_where_both_counts_saw_a_multiprocessor() -> None:
     begin = [[1000, 10], [7, 20], [0, 0], [50, 0]]
     end = [[1000 + 1_500_000, 10 + 1_000_000], [7 + 3_000_000, 20 + 2_000_000], [9, 9], [99, 99]]

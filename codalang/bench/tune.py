@@ -22,6 +22,7 @@ from codalang.errors import CodaCompileError
 from codalang.lower import ahead, run, split, tuned
 from codalang.lower.call import forget, listening
 from codalang.lower.spec import Config, KernelSpec
+from codalang.torch import execute
 
 Timer = Callable[..., Mapping[str, Timing]]
 FIRST_ROUNDS, FINAL_ROUNDS, FINALISTS = 3, 15, 5
@@ -70,7 +71,7 @@ class Tuned:
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[GemmCall]]:
-    """The GEMMs that run meanwhile, each problem once."""
+    """The GEMMs that run meanwhile, each problem once; no call is repeated without a look at its GEMMs."""
     found: dict[Problem, GemmCall] = {}
     original = run.gemm
 
@@ -87,11 +88,13 @@ def recording() -> Iterator[list[GemmCall]]:
         return original(*arguments, config=config, **options)
 
     calls: list[GemmCall] = []
+    before, execute.stepwise = execute.stepwise, True
     vars(run)["gemm"] = gemm
     try:
         yield calls
     finally:
         vars(run)["gemm"] = original
+        execute.stepwise = before
 
 
 @contextlib.contextmanager

@@ -110,7 +110,7 @@ def run_bench(options: argparse.Namespace) -> int:
         )
     if options.compile_only:
         return _compile(choice, options)
-    needs_hopper("bench")
+    needs_hopper("bench", "bench --compile-only")
     how = measure.Run(options.rounds, options.minutes, options.check)
     found: Report | None = None
     with contextlib.nullcontext() if options.tuned else tuned.ignored():
@@ -173,14 +173,14 @@ def _write(found: Report, folder: Path) -> None:
 # ---- what tune has, too ----------------------------------------------------------------------------------------------
 
 
-def needs_hopper(command: str) -> None:
-    """Raise CodaCallError where there is no GPU to time on."""
+def needs_hopper(command: str, instead: str) -> None:
+    """Raise CodaCallError where there is no GPU to time on; `instead` needs none."""
     import torch
 
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         raise CodaCallError(
             f"`codalang {command}` times kernels on a Hopper GPU (compute capability 9.0), and there is none",
-            hint="`codalang bench --compile-only` compiles them without one",
+            hint=f"`codalang {instead}` compiles them without one",
         )
 
 

@@ -49,7 +49,7 @@ def run_tune(options: argparse.Namespace) -> int:
         raise CodaCallError("there is nothing to tune: no epilogue has an accumulator", argument="PROGRAM")
     of_programs = given_for(programs, options.sizes) if programs else []
     of_epilogues = [_sizes(epilogue, options.sizes) for epilogue in epilogues]
-    needs_hopper("tune")
+    needs_hopper("tune", "compile PROGRAM")
     from codalang.bench import tune
 
     calls = [

@@ -17,7 +17,7 @@ from codalang.torch.execute import launches_repeat_now
 from codalang.torch.opaque import is_traced
 from codalang.torch.program_autograd import Again, Shaped, recorded
 from codalang.torch.program_plan import key_of
-from codalang.torch.signature import forms, key
+from codalang.torch.signature import dispatches, forms, key
 from codalang.torch.transforms import refuse_transforms
 
 Found = TypeVar("Found")
@@ -55,7 +55,8 @@ class Checked:
         try:
             seen = (*key_of(forms(values)), torch.is_grad_enabled(), around)
         except RuntimeError:  # what has no memory runs on no kernel
-            return self._run(*self._call(values, around), values)
+            anew = any(map(dispatches, values))  # sizes may be symbols here, too
+            return self._run(*(self._check(values, *around) if anew else self._call(values, around)), values)
         again = self._again.get(seen)
         if again is not None and launches_repeat_now(again.device):
             return again.launches(values) if again.tape is None else recorded(again.tape, again.launches, *values)

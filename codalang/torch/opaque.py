@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from codalang.ir.epilogue import Epilogue, Param
 from codalang.torch.signature import ELEMENTS, FLOATING, Extent, Value
@@ -27,6 +28,13 @@ DTYPES = {str(dtype): dtype for dtype in (*FLOATING, torch.int32, torch.int64)}
 def is_traced() -> bool:
     """True where some tracer or mode looks on (fake tensors, functionalization, proxies)."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+class Looking(TorchDispatchMode):
+    """Looks on and does nothing: within it `is_traced`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def as_tensors(

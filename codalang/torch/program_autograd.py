@@ -289,7 +289,7 @@ class ProgramTape:
             return self._step_for(needs, have).run(private, have)
         try:
             seen = (key_of(lie(have)), needs, private)
-        except RuntimeError:  # cotangents without memory: a batch of them is refused
+        except RuntimeError:  # cotangents without memory: sparse ones; a batch of them is refused
             return self._step_for(needs, have).run(private, have)
         again = self._again.get(seen)
         if again is not None and launches_repeat_now(self.setting.device.index):
@@ -303,7 +303,8 @@ class ProgramTape:
         return step.run(private, have)
 
     def _step_for(self, needs: Flags, have: list[Any]) -> ProgramStep:
-        cotangents = have[len(have) - self.visible :]
+        first = len(have) - self.visible
+        have[first:] = cotangents = _dense(have[first:])
         refuse_batches(cotangents)
         return self.step(needs, tuple([c is not None for c in cotangents]))
 
@@ -385,7 +386,8 @@ class _Gradients:
 
     Attributes:
         wanted: what is asked of each result that is one.
-        whose: (argument, result, what makes that argument's of it, where several share it and differ).
+        whose: (argument, result, what makes that argument's of it, where several share it and differ: all but the
+            first get a copy, for gradients may be written into).
         zeros: the arguments whose gradient is zero.
     """
 
@@ -415,6 +417,7 @@ class _Gradients:
                     setting.dtypes[slot],
                     param.type if param.type.pair_axis is not None else None,
                     setting.flat[slot],
+                    copied=name in {gradients.get(p.name) for p in params[: params.index(param)]},
                 )
                 whose.append((slot, order[name], finish if shared else None))
         return _Gradients(
@@ -517,6 +520,11 @@ class ProgramStep:
         return self.gradients.spread(self.tape, run(values))
 
 
+def _dense(cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Cotangents as strided tensors: those of an embedding's rows, say, come sparse."""
+    return [c if c is None or c.layout is torch.strided else c.to_dense() for c in cotangents]
+
+
 class DifferentiableStep:
     """One backward as a call of a program of cotangents and arguments."""
 
@@ -550,13 +558,17 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tape: ProgramTape, run: Straight, *values: Value) -> tuple[Tensor, ...]:
-        results = run(list(values))
+        # A result that is a view, if of nothing that anybody else has, could not be written into.
+        results = [r.data if r._is_view() else r for r in run(list(values))]
         ctx.set_materialize_grads(False)
         if tape.constant:
             ctx.mark_non_differentiable(*[results[i] for i in tape.constant])
         ctx.tape = tape
         ctx.numbers = [values[i] for i in tape.numbers]
-        ctx.rest = [(values[i], values[i]._version) for i in tape.rest]  # type: ignore[union-attr]
+        try:
+            ctx.rest = [(values[i], values[i]._version) for i in tape.rest]  # type: ignore[union-attr]
+        except RuntimeError:
+            ctx.rest = [(values[i], _version(values[i])) for i in tape.rest]
         ctx.private = torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         ctx.save_for_backward(*[values[i] for i in tape.kept_params], *[results[i] for i in tape.kept_results])
         return tuple(results[: tape.visible])
@@ -583,11 +595,12 @@ def _differentiable_backward(
     if ctx.rest is None:
         raise RuntimeError("the graph of this call was freed by an earlier backward: pass retain_graph=True to it")
     refuse_batches(cotangents)
+    cotangents = _dense(cotangents)
     step = tape.differentiable(needs, tuple([c is not None for c in cotangents]))
     arguments: dict[int, Any] = dict(zip(tape.kept_params, ctx.saved_tensors, strict=False))
     arguments.update(zip(tape.numbers, ctx.numbers, strict=True))
     for slot, (tensor, version) in zip(tape.rest, ctx.rest, strict=True):
-        if tensor._version != version:
+        if _version(tensor) != version:
             raise RuntimeError(
                 f"`{tape.operator.program.params[slot].name}` was modified by an inplace operation, and the derivative "
                 "of the derivative needs it"
@@ -597,6 +610,11 @@ def _differentiable_backward(
     values = [c if view is None else view(c) for c, view in views] + [arguments[i] for i in range(len(needs))]
     results = step.shaped(values)
     return step.gradients.spread(tape, results)
+
+
+def _version(tensor: Any) -> int:
+    """How often it was written into; tensors of inference mode do not say."""
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 # What Function.apply adds to this prepares for torch.func, which calls refuse, and costs as much as all of our own.

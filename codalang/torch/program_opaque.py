@@ -21,16 +21,19 @@ from codalang.torch.opaque import DTYPES, in_lines, is_traced, one_line
 from codalang.torch.program_plan import Plan
 from codalang.torch.program_step import Setting, Wanted
 from codalang.torch.program_values import types_of
-from codalang.torch.signature import ELEMENTS, Extent
+from codalang.torch.signature import ELEMENTS, Extent, dispatches
 
 _plans: dict[tuple[object, ...], Plan] = {}
 _MOST_PLANS = 4096
 
 
 def run_plan(plan: Plan, values: list[Any]) -> list[Tensor]:
-    """Run a plan: directly, or where a tracer looks on, as one opaque operator.  Takes the list, see `Plan.run`."""
+    """Run a plan: directly, or where a tracer looks on or an argument does operators itself, as one opaque operator.
+    Takes the list, see `Plan.run`."""
     if not is_traced():
-        return plan.run(values)
+        if not any(map(dispatches, values)):
+            return plan.run(values)
+        plan = plan.traced()
     setting, program = plan.setting, plan.program
     names = sorted(setting.sizes)
     tensors = [

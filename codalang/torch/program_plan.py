@@ -20,10 +20,12 @@ from codalang.lower.beside import foreseen
 from codalang.lower.spec import KernelSpec
 from codalang.torch import execute
 from codalang.torch.execute import launches_repeat, rehearsal
+from codalang.torch.opaque import Looking
 from codalang.torch.program_planner import Planner
 from codalang.torch.program_step import Setting, Wanted
 from codalang.torch.program_straight import Straight, straight
 from codalang.torch.program_values import live
+from codalang.torch.signature import PLAIN, has_memory
 
 _MOST_FORMS = 64  # of arguments, remembered by a plan
 
@@ -83,6 +85,11 @@ class Plan:
         with torch.cuda.device(device):
             return self._launch(values)
 
+    def traced(self) -> Plan:
+        """The same plan as a tracer sees it."""
+        with Looking():
+            return Plan(self.program, self.setting, self.wanted, annotated=self._annotated)
+
     def again(self, values: list[Any]) -> Straight | None:
         """What runs it on arguments of these forms, where it ran on such and their device is the current one."""
         device = self.setting.device
@@ -132,7 +139,7 @@ def lie(values: Sequence[Any]) -> list[tuple[tuple[int, ...], int] | None]:
 
     Raises RuntimeError for those that do not, batches above all.
     """
-    return [(v.stride(), v.data_ptr() & 15) if isinstance(v, Tensor) else None for v in values]
+    return [(v.stride(), v.data_ptr() & 15) if type(v) in PLAIN or has_memory(v) else None for v in values]
 
 
 def key_of(forms: Sequence[object]) -> tuple[object, ...]:

@@ -81,7 +81,7 @@ class Finish:
         shape: of that tensor.
         dtype: None for the value's own.
         viewed: the type with pairs whose view the value is, which are brought apart; `flat`: its shape.
-        copied: the value is an argument, and is copied.
+        copied: the value is an argument or another's result, too, and is copied.
         permuted: the value lies where the caller gets it, and this permutation undoes its view.
     """
 
@@ -109,7 +109,7 @@ class Finish:
         if self.viewed is not None:
             order = self.viewed.order
             tensor = tensor.reshape([self.flat[axis] for axis in order]).permute(order).contiguous()
-        if self.dtype is not None:
+        if self.dtype not in (None, tensor.dtype):
             tensor = tensor.to(self.dtype)
         elif self.copied:
             tensor = tensor.clone(memory_format=torch.contiguous_format)

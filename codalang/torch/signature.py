@@ -29,6 +29,7 @@ import numbers
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from typing import Any
 
 import attrs
 import torch
@@ -225,7 +226,7 @@ def key(values: Sequence[object]) -> tuple[object, ...]:
     return tuple([(v.shape, v.dtype, v.device, v.layout) if isinstance(v, Tensor) else _number_key(v) for v in values])
 
 
-def forms(values: Sequence[object]) -> tuple[object, ...]:
+def forms(values: Sequence[Any]) -> tuple[object, ...]:
     """All that a call depends on but addresses: how tensors lie in memory, too, and whether they require gradients.
 
     Raises RuntimeError for what has no strides or no memory.
@@ -233,11 +234,28 @@ def forms(values: Sequence[object]) -> tuple[object, ...]:
     return tuple(
         [
             (v.shape, v.stride(), v.dtype, v.device, v.data_ptr() & 15, v.requires_grad)
-            if isinstance(v, Tensor)
+            if type(v) in PLAIN or has_memory(v)
             else _number_key(v)
             for v in values
         ]
     )
+
+
+PLAIN = frozenset((Tensor, torch.nn.Parameter))  # most arguments; to ask their type is soonest
+
+
+def has_memory(value: object) -> bool:
+    """Is it a tensor?  Raises RuntimeError for one that does torch's operators itself: its address says nothing."""
+    if not isinstance(value, Tensor):
+        return False
+    if dispatches(value):
+        raise RuntimeError("no memory of its own")
+    return True
+
+
+def dispatches(value: object) -> bool:
+    """Does this tensor do torch's operators itself (a fake one outside its mode, a distributed one)?"""
+    return isinstance(value, Tensor) and torch._C._dispatch_keys(value).has(torch._C.DispatchKey.Python)
 
 
 def _number_key(value: object) -> object:
