@@ -557,6 +557,7 @@ class GemmKernel:
         first_mma = self._tiled_mma()
         first_mma.set(warpgroup.Field.ACCUMULATE, False)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        mmas, operands = (first_mma, tiled_mma), (acc, frag_a, frag_b)
 
         # bound methods: the DSL would take an object whose methods the loop calls for a value that the loop changes
         request, begin, finish = epilogue_of(
@@ -573,7 +574,7 @@ class GemmKernel:
             item = item_of(visit)
             tile_m, tile_n = self.tile_of(item.tile, clusters_m, clusters_n, cta)
             if cutlass.const_expr(config.split > 1):
-                self.mainloop((first_mma, tiled_mma), acc, frag_a, frag_b, ring, item.passed, item.steps, team)
+                self.mainloop(mmas, operands, ring, item.passed, item.steps, team)
                 index = cute.arch.block_idx()[2] + visit * cute.arch.grid_dim()[2]
                 tile, part = self.tile_in_workspace(item.tile, cta), index % config.split
                 if gather(self, acc, shares, flags, tile, part, config.split, config.split, team, thread):
@@ -586,7 +587,7 @@ class GemmKernel:
                 if is_done:
                     request(tile_m, tile_n)
                 staged = begin(tile_m, tile_n)
-                self.mainloop((first_mma, tiled_mma), acc, frag_a, frag_b, ring, item.passed, item.steps, team)
+                self.mainloop(mmas, operands, ring, item.passed, item.steps, team)
                 if not_(item.is_whole):
                     part = part_of(visit)
                     tile = self.tile_in_workspace(part.tile, cta)
@@ -601,7 +602,7 @@ class GemmKernel:
             else:
                 request(tile_m, tile_n)
                 staged = begin(tile_m, tile_n)
-                self.mainloop((first_mma, tiled_mma), acc, frag_a, frag_b, ring, item.passed, item.steps, team)
+                self.mainloop(mmas, operands, ring, item.passed, item.steps, team)
                 finish(acc, staged, tile_m, tile_n, finished, partials)
                 finished += 1
             visit += self.teams
@@ -614,48 +615,32 @@ class GemmKernel:
         return tile * (cluster_m * cluster_n) + cta[1] * cluster_m + cta[0]
 
     @cute.jit
-    def mainloop(
-        self,
-        mmas: tuple,
-        acc: cute.Tensor,
-        frag_a: cute.Tensor,
-        frag_b: cute.Tensor,
-        ring: Any,
-        passed: Int32,
-        k_tiles: Int32,
-        team: Int32,
-    ) -> None:
-        """acc = A @ B^T over all of K, of a precise epilogue in runs of it that are added in f32."""
+    def mainloop(self, mmas: tuple, operands: tuple, ring: Any, passed: Int32, k_tiles: Int32, team: Int32) -> None:
+        """acc = A @ B^T over all of K, of a precise epilogue in runs of it that are added in f32; `operands` are acc, A
+        and B as wgmma takes them."""
         if cutlass.const_expr(self.config.ping_pong):
             self.await_turn(team)
         if cutlass.const_expr(self.precise):
+            acc = operands[0]
             first = cutlass.min(k_tiles, PRECISE_STEPS)
-            self.accumulate(mmas, acc, frag_a, frag_b, ring, passed, first, None)
+            self.accumulate(mmas, operands, ring, passed, first, None)
             total = cute.make_rmem_tensor_like(acc)
             total.store(acc.load())
             done = first
             while done < k_tiles:
                 steps = cutlass.min(k_tiles - done, PRECISE_STEPS)
-                self.accumulate(mmas, acc, frag_a, frag_b, ring, passed + done, steps, None)
+                self.accumulate(mmas, operands, ring, passed + done, steps, None)
                 total.store(total.load() + acc.load())
                 done += steps
             acc.store(total.load())
             if cutlass.const_expr(self.config.ping_pong):
                 self.pass_turn(team)
         else:
-            self.accumulate(mmas, acc, frag_a, frag_b, ring, passed, k_tiles, team)
+            self.accumulate(mmas, operands, ring, passed, k_tiles, team)
 
     @cute.jit
     def accumulate(
-        self,
-        mmas: tuple,
-        acc: cute.Tensor,
-        frag_a: cute.Tensor,
-        frag_b: cute.Tensor,
-        ring: Any,
-        passed: Int32,
-        k_tiles: Int32,
-        turn: Int32 | None,
+        self, mmas: tuple, operands: tuple, ring: Any, passed: Int32, k_tiles: Int32, turn: Int32 | None
     ) -> None:
         """acc = A @ B^T over some steps of K.  One wgmma group stays in flight; the stage before it is released.
 
@@ -667,11 +652,11 @@ class GemmKernel:
         read = pipeline.PipelineState(stages, Int32(0), slot, phase)
         release = pipeline.PipelineState(stages, Int32(0), slot, phase)
         ring.consumer_wait(read)
-        self.multiply((first_mma, next_mma), acc, frag_a, frag_b, read.index)
+        self.multiply((first_mma, next_mma), operands, read.index)
         read.advance()
         for _ in cutlass.range(1, k_tiles, unroll=1):
             ring.consumer_wait(read)
-            self.multiply((next_mma, next_mma), acc, frag_a, frag_b, read.index)
+            self.multiply((next_mma, next_mma), operands, read.index)
             warpgroup.wait_group(1)
             ring.consumer_release(release)
             read.advance()
@@ -682,8 +667,9 @@ class GemmKernel:
         ring.consumer_release(release)
 
     @cute.jit
-    def multiply(self, mmas: tuple, acc: cute.Tensor, frag_a: cute.Tensor, frag_b: cute.Tensor, slot: Int32) -> None:
+    def multiply(self, mmas: tuple, operands: tuple, slot: Int32) -> None:
         """Issue and commit the wgmmas of one stage: the first of 16 columns of K by mmas[0], the others by mmas[1]."""
+        acc, frag_a, frag_b = operands
         # right before the first wgmma: elsewhere the assembler adds its own, and may serialize the loop for it
         warpgroup.fence()
         for k in cutlass.range_constexpr(K_TILE // 16):
