@@ -16,7 +16,7 @@ import torch
 from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from test_torch_program import close, on_kernels, results_of
+from test_torch_program import LAYERS, close, on_kernels, results_of
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
@@ -25,24 +25,16 @@ import codalang
 from codalang.bench.tune import recording
 from codalang.torch import execute, program_plan
 
-TEXT = """
-epilogue gated(acc: tile[M, N], r: col[M], b: row[N], s: scalar) {
-    let (u, v) = split(acc * r + b)
-    store y: tile[M, N/2] = tanh(u) * v * s
-}
-epilogue plus(acc: tile[M, N], t: tile[M, N], g: row[N]) {
-    let x = acc + t
-    store x: tile[M, N]
-    store h: tile[M, N] = x * g
-    reduce ss: col[M] = sum(x * x)
-}
-program block(x: [T, D], w0: [D, D], w1: [2, F, D], w2: [D, F], g: [D], b: [2, F], s: scalar = 0.5) {
+TEXT = (
+    LAYERS
+    + """program block(x: [T, D], w0: [D, D], w1: [2, F, D], w2: [D, F], g: [D], b: [2, F], s: scalar = 0.5) {
     (x1, h1, ss1) = plus(x @ w0.T, t = x, g = g)
     a = gated(h1 @ w1.T, r = rsqrt(ss1 / D + 0.1), b = b, s = s)
     (x2, h2, ss2) = plus(a @ w2.T, t = x1, g = g)
     return (x2, h1, ss2)
 }
 """
+)
 WIDE = {"w0": (8, 8), "w1": (2, 6, 8), "w2": (8, 6), "g": (8,), "b": (2, 6)}
 LIES = (
     lambda t: t,

@@ -37,8 +37,7 @@ from codalang.torch.program import ProgramFunction
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
-# Every sort of statement, host and argument; a value read by several matmuls; a result that is a parameter.
-TEXT = """
+LAYERS = """
 epilogue gated(acc: tile[M, N], r: col[M], b: row[N], s: scalar) {
     let (u, v) = split(acc * r + b)
     store y: tile[M, N/2] = tanh(u) * v * s
@@ -49,7 +48,12 @@ epilogue plus(acc: tile[M, N], t: tile[M, N], g: row[N]) {
     store h: tile[M, N] = x * g
     reduce ss: col[M] = sum(x * x)
 }
-epilogue norm(x: tile[M, N], mean: col[M]) { store y: tile[M, N] = sigmoid(x - mean) }
+"""
+
+# Every sort of statement, host and argument; a value read by several matmuls; a result that is a parameter.
+TEXT = (
+    LAYERS
+    + """epilogue norm(x: tile[M, N], mean: col[M]) { store y: tile[M, N] = sigmoid(x - mean) }
 epilogue picked(acc: tile[M, N], target: col[M]: i64) {
     state lse: col[M] = online_logsumexp(acc)
     reduce at: col[M] = sum(where(col_index() == target, acc, 0))
@@ -107,6 +111,7 @@ program outer(x: [T, D], w: [D, D]) {
     return p
 }
 """
+)
 
 D, F, H, V = 8, 6, 4, 7
 
