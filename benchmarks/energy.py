@@ -34,7 +34,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import re
 import statistics
 import sys
@@ -51,7 +50,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch  # noqa: E402
 
 import codalang  # noqa: E402
-from codalang.bench.timing import FLUSH_BYTES, SPIN_CYCLES, Call  # noqa: E402
+from codalang.bench.timing import Call, turns  # noqa: E402
 from codalang.bench.workloads import PATTERNS, WIDTHS, Workload, make_operands  # noqa: E402
 from codalang.ir.build import EpilogueBuilder  # noqa: E402
 from codalang.ir.epilogue import Epilogue  # noqa: E402
@@ -222,23 +221,19 @@ class Meter:
 
     def in_turns(self, calls: Mapping[str, Call], rounds: int) -> dict[str, Speed]:
         """Each call once a round, as `codalang.bench.timing.interleaved` does; medians."""
-        flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-        order, seen = random.Random(0), {name: list[Speed]() for name in calls}
+        seen = {name: list[Speed]() for name in calls}
         for call in calls.values():
             call()
-        for _ in range(rounds):
-            for name in order.sample(list(calls), len(calls)):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                counted = [torch.zeros(MOST_MULTIPROCESSORS, 2, dtype=torch.int64, device="cuda") for _ in range(2)]
-                flush.zero_()
-                torch.cuda._sleep(SPIN_CYCLES)
-                self._count(counted[0])
-                begin.record()
-                calls[name]()
-                end.record()
-                self._count(counted[1])
-                torch.cuda.synchronize()
-                seen[name].append(Speed(begin.elapsed_time(end), megahertz(*(c.tolist() for c in counted))))
+        for name in turns(list(calls), rounds):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            counted = [torch.zeros(MOST_MULTIPROCESSORS, 2, dtype=torch.int64, device="cuda") for _ in range(2)]
+            self._count(counted[0])
+            begin.record()
+            calls[name]()
+            end.record()
+            self._count(counted[1])
+            torch.cuda.synchronize()
+            seen[name].append(Speed(begin.elapsed_time(end), megahertz(*(c.tolist() for c in counted))))
         return {
             name: Speed(statistics.median(s.ms for s in speeds), statistics.median(s.mhz for s in speeds))
             for name, speeds in seen.items()

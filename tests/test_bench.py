@@ -17,7 +17,7 @@ import pytest
 import torch
 from emulation import emulated
 
-from codalang.bench import first_call, host, implementations, measure, plot, report, rivals, workloads
+from codalang.bench import first_call, host, implementations, measure, plot, report, rivals, timing, workloads
 from codalang.bench.implementations import Skipped
 from codalang.bench.report import Report, Result
 from codalang.bench.timing import Call, Timing
@@ -796,3 +796,18 @@ def test_the_block_does_without_coda(monkeypatch: pytest.MonkeyPatch, capsys: py
         block_script.coda_call(block_script.make(block_script.Size(64, 96, 64, 32), device="cpu", tokens=8), True) == {}
     )
     assert "CODA is left out: CODA cannot be imported" in capsys.readouterr().out
+
+
+def test_turns_are_taken_once_a_round_after_a_flush_and_a_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else lies between the spin and the call."""
+    done: list[object] = []
+    device = types.SimpleNamespace(_sleep=done.append, synchronize=lambda: done.append("end"))
+    flush = types.SimpleNamespace(zero_=lambda: done.append("flush"))
+    stand_in = types.SimpleNamespace(cuda=device, int8=torch.int8, empty=lambda *shape, **kind: flush)
+    monkeypatch.setattr(timing, "torch", stand_in)
+    for name in timing.turns(["a", "b", "c"], rounds=4, spin_cycles=7):
+        done.append(name)
+    rounds = [done[i : i + 10] for i in range(0, len(done), 10)]
+    assert len(rounds) == 4 and all(r[0::3][:3] == ["flush"] * 3 and r[1::3] == [7] * 3 for r in rounds)
+    assert all(sorted(r[2::3]) == ["a", "b", "c"] and r[9] == "end" for r in rounds)
+    assert len({tuple(r[2::3]) for r in rounds}) > 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 import torch
@@ -52,20 +52,26 @@ def interleaved(
     for call in calls.values():
         for _ in range(warm_up):
             call()
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    for name in turns(list(calls), rounds, spin_cycles):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        calls[name]()
+        end.record()
+        events[name].append((begin, end))
+    return {name: Timing.of([b.elapsed_time(e) for b, e in pairs]) for name, pairs in events.items()}
+
+
+def turns(names: Sequence[str], rounds: int, spin_cycles: int = SPIN_CYCLES) -> Iterator[str]:
+    """Whose turn it is: each once a round, in a random order; the L2 was overwritten, and the device spins."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     rng = random.Random(0)
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     for _ in range(rounds):
-        for name in rng.sample(list(calls), len(calls)):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        for name in rng.sample(names, len(names)):
             flush.zero_()
             torch.cuda._sleep(spin_cycles)
-            begin.record()
-            calls[name]()
-            end.record()
-            events[name].append((begin, end))
+            yield name
         torch.cuda.synchronize()
-    return {name: Timing.of([b.elapsed_time(e) for b, e in pairs]) for name, pairs in events.items()}
 
 
 def host_microseconds(call: Call, *, calls: int = 20, repeats: int = 21) -> float:
