@@ -78,9 +78,8 @@ def results_of(
             Kind.ROWS: (per_sample, shape.samples * shape.columns(width)),
         }[kind]
         dtypes = tuple(storage[o.name] for o in group)
-        finish, carried = _fold(
-            shape, group, kind, math.prod(partials) if kind is Kind.SCALAR else partials[0], compiled
-        )
+        parts = math.prod(partials) if kind is Kind.SCALAR else partials[0]
+        finish, carried = _fold(shape, group, kind, parts, compiled)
         buffers = tuple(Buffer(partials, dtype) for dtype in carried)
         found.append(Result(tuple(o.name for o in group), buffers, finish, dtypes))
     return tuple(found)
