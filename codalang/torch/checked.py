@@ -8,7 +8,7 @@ in memory as those of a call before did; then what checks have found.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,10 +17,9 @@ from codalang.torch.execute import launches_repeat_now
 from codalang.torch.opaque import is_traced
 from codalang.torch.program_autograd import Again, Shaped, recorded
 from codalang.torch.program_plan import key_of
-from codalang.torch.signature import dispatches, forms, key
+from codalang.torch.signature import dispatches, forms, key, remember
 from codalang.torch.transforms import refuse_transforms
 
-Found = TypeVar("Found")
 _MOST = 1024  # more are not remembered at once: a training run with a new sequence length in every step
 
 
@@ -64,7 +63,7 @@ class Checked:
         if isinstance(run, Shaped) and not binding.moved:
             again = run.again(values)
             if again is not None:
-                _remember(self._again, seen, again)
+                remember(self._again, seen, again, _MOST)
         return self._run(binding, run, values)
 
     def _run(self, binding: Binding, run: Shaped | Run, values: list[Any]) -> Sequence[Tensor]:
@@ -78,11 +77,4 @@ class Checked:
         except RuntimeError:  # a tensor without a shape: `check` says which
             return self._check(values, *around)
         found = self._found.get(seen)
-        return found or _remember(self._found, seen, self._check(values, *around))
-
-
-def _remember(memory: dict[object, Found], seen: object, found: Found) -> Found:
-    if len(memory) >= _MOST:
-        memory.clear()
-    memory[seen] = found
-    return found
+        return found or remember(self._found, seen, self._check(values, *around), _MOST)

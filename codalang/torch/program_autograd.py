@@ -45,7 +45,7 @@ from codalang.torch.program_plan import Plan, key_of, lie
 from codalang.torch.program_step import Finish, Setting, Wanted
 from codalang.torch.program_straight import Straight
 from codalang.torch.program_values import types_of
-from codalang.torch.signature import Value
+from codalang.torch.signature import Value, remember
 from codalang.torch.transforms import refuse_batches
 
 Flags = tuple[bool, ...]
@@ -297,9 +297,7 @@ class ProgramTape:
         step = self._step_for(needs, have)
         again = step.again(private, have)
         if again is not None:
-            if len(self._again) >= _MOST_FORMS:
-                self._again.clear()
-            self._again[seen] = again
+            remember(self._again, seen, again, _MOST_FORMS)
         return step.run(private, have)
 
     def _step_for(self, needs: Flags, have: list[Any]) -> ProgramStep:
@@ -565,10 +563,7 @@ class _Call(torch.autograd.Function):
             ctx.mark_non_differentiable(*[results[i] for i in tape.constant])
         ctx.tape = tape
         ctx.numbers = [values[i] for i in tape.numbers]
-        try:
-            ctx.rest = [(values[i], values[i]._version) for i in tape.rest]  # type: ignore[union-attr]
-        except RuntimeError:
-            ctx.rest = [(values[i], _version(values[i])) for i in tape.rest]
+        ctx.rest = [(values[i], _version(values[i])) for i in tape.rest]
         ctx.private = torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         ctx.save_for_backward(*[values[i] for i in tape.kept_params], *[results[i] for i in tape.kept_results])
         return tuple(results[: tape.visible])

@@ -21,7 +21,7 @@ from codalang.torch.opaque import DTYPES, in_lines, is_traced, one_line
 from codalang.torch.program_plan import Plan
 from codalang.torch.program_step import Setting, Wanted
 from codalang.torch.program_values import types_of
-from codalang.torch.signature import ELEMENTS, Extent, dispatches
+from codalang.torch.signature import ELEMENTS, Extent, dispatches, remember
 
 _plans: dict[tuple[object, ...], Plan] = {}
 _MOST_PLANS = 4096
@@ -101,8 +101,6 @@ def _run(
     key = (text, values[0].device, tuple(sizes), compute, autocast, derived, *dtypes, *(v.dtype for v in values))
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
         program = program_of(text)
         shapes = tuple(tuple(v.shape) for v in values)
         setting = Setting(
@@ -116,7 +114,7 @@ def _run(
             derived,
         )
         wanted = [Wanted(name, DTYPES[dtype]) for name, dtype in zip(program.results, dtypes, strict=True)]
-        plan = _plans[key] = Plan(program, setting, wanted, annotated=() if derived else None)
+        plan = remember(_plans, key, Plan(program, setting, wanted, annotated=() if derived else None), _MOST_PLANS)
     return plan.run(list(values))
 
 

@@ -25,7 +25,7 @@ from codalang.torch.program_planner import Planner
 from codalang.torch.program_step import Setting, Wanted
 from codalang.torch.program_straight import Straight, straight
 from codalang.torch.program_values import live
-from codalang.torch.signature import PLAIN, has_memory
+from codalang.torch.signature import PLAIN, has_memory, remember
 
 _MOST_FORMS = 64  # of arguments, remembered by a plan
 
@@ -104,13 +104,11 @@ class Plan:
         again = self._repeated.get(key)
         if again is not None:
             return again(values)
-        if len(self._repeated) >= _MOST_FORMS:
-            self._repeated.clear()
         given = [v if form is None else form for v, form in zip(values, forms, strict=True)]
         slots = self._slots(values)
         with foreseen(functools.partial(self._kernels, given)):
             ran = [(step, step.run_listening(slots)) for step in self.steps]
-        self._repeated[key] = straight(self._count, self._constants, ran, self.results)
+        remember(self._repeated, key, straight(self._count, self._constants, ran, self.results), _MOST_FORMS)
         return self._finished(slots)
 
     def _kernels(self, given: list[Any]) -> Iterator[Iterable[KernelSpec]]:

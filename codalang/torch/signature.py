@@ -29,7 +29,7 @@ import numbers
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -256,6 +256,17 @@ def has_memory(value: object) -> bool:
 def dispatches(value: object) -> bool:
     """Does this tensor do torch's operators itself (a fake one outside its mode, a distributed one)?"""
     return isinstance(value, Tensor) and torch._C._dispatch_keys(value).has(torch._C.DispatchKey.Python)
+
+
+Found = TypeVar("Found")
+
+
+def remember(memory: dict[Any, Found], seen: Any, found: Found, most: int) -> Found:
+    """Keep what was found for a key; where so many are kept, they are forgotten first."""
+    if len(memory) >= most:
+        memory.clear()
+    memory[seen] = found
+    return found
 
 
 def _number_key(value: object) -> object:
