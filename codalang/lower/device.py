@@ -16,7 +16,7 @@ those of a `precise epilogue`.  Their error bounds are data: see `accuracy`.
 | erf           | the library's                                                  | the library's                     |
 | 1 + erf       | 2^polynomial for erfc: 2.5e-7 absolute                         | as written                        |
 | 1 + tanh      | 2 sigmoid(2x): 4 ulp                                           | as written                        |
-| sin, cos      | reduced by three parts of pi/2, then polynomials; no slow path | the same, more exactly            |
+| sin, cos      | sin, cos .approx of what remains beside whole turns            | by polynomials of a quarter turn  |
 | pow           | products for whole exponents to 16, else exp2(e log2 x)        | products to 4, else the library's |
 """
 
@@ -145,52 +145,27 @@ def _float(a: Any) -> Any:
     return choose(a, Float32(1.0), Float32(0.0)) if isinstance(a, Boolean) else a.to(Float32)
 
 
-# pi in three parts of f32, so that k * part is exact for k to 2^17: Cody and Waite's reduction
-_PI = (3.140625, 9.675025939941406e-4, 1.5099579897537296e-7)
-# (sin(r) / r - 1) / r^2 to 2^-27 of sin(r), and (cos(r) - 1) / r^2 to 2^-24 of cos(r), by powers of r^2, for r in
-# [-pi/2, pi/2]
-_SINE_OF_HALF = (-1.66666567e-1, 8.33301712e-3, -1.98065885e-4, 2.59999410e-6)
-_COSINE_OF_HALF = (-4.99999315e-1, 4.16639857e-2, -1.38559018e-3, 2.31937629e-5)
-
-
-# Added to a number up to 2^22, leaves it rounded to a whole one, which then stands in the last bits
+# 2 pi in two parts of f32.  In a fused step k * part is exact, so that what remains has an error of its own last bits.
+_TURN = (6.2831854820251465, -1.7484555314695172e-7)
+# Added to a number up to 2^22, leaves it rounded to a whole one
 _ROUNDING = 1.5 * 2**23
 
 
-def _half_turn(x: Any) -> tuple[Any, Any]:
-    """What remains of x beside multiples of pi, in [-pi/2, pi/2], and the sign bit that they give its sine and cosine.
+def _in_turn(x: Any) -> Any:
+    """What remains of x beside multiples of 2 pi, in [-pi, pi].
 
     By additions: the hardware's own rounding and conversion take eight times as long.
     """
-    shifted = cute.math.fma(x, Float32(1.0 / host_math.pi), Float32(_ROUNDING))
-    turns, rest = shifted - _ROUNDING, x
-    for part in _PI:
-        rest = cute.math.fma(-turns, Float32(part), rest)
-    return rest, _bits(shifted) << 31
+    turns = cute.math.fma(x, Float32(0.5 / host_math.pi), Float32(_ROUNDING)) - _ROUNDING
+    for part in _TURN:
+        x = cute.math.fma(-turns, Float32(part), x)
+    return x
 
 
-def _bits(x: Any) -> Any:
-    return x.bitcast(Int32)
-
-
-def _of_bits(bits: Any) -> Any:
-    return bits.bitcast(Float32)
-
-
-def _with_sign(x: Any, sign: Any) -> Any:
-    return _of_bits(_bits(x) ^ sign)
-
-
-def _sin(x: Any) -> Any:
-    rest, sign = _half_turn(x)
-    square, signed = rest * rest, _with_sign(rest, sign)
-    return cute.math.fma(signed * square, _polynomial(square, _SINE_OF_HALF), signed)
-
-
-def _cos(x: Any) -> Any:
-    rest, sign = _half_turn(x)
-    square = rest * rest
-    return _with_sign(cute.math.fma(square, _polynomial(square, _COSINE_OF_HALF), Float32(1.0)), sign)
+def _approximate(name: str, x: Any) -> Any:
+    """The hardware's sine or cosine, for x in [-pi, pi]."""
+    operands = [Float32(x).ir_value()]
+    return Float32(llvm.inline_asm(T.f32(), operands, f"{name}.approx.ftz.f32 $0, $1;", "=f,f", has_side_effects=False))
 
 
 def _power(x: Any, exponent: float) -> Any:
@@ -241,8 +216,8 @@ DEVICE_OPS: dict[str, Callable[..., Any]] = {
     "tanh": _tanh,
     "sigmoid": _sigmoid,
     "erf": lambda a: cute.math.erf(a),
-    "sin": _sin,
-    "cos": _cos,
+    "sin": lambda a: _approximate("sin", _in_turn(a)),
+    "cos": lambda a: _approximate("cos", _in_turn(a)),
     "pow": _power,
     "cast": _cast,
     "float": _float,
