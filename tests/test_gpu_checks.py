@@ -249,6 +249,19 @@ def test_noise_changes_every_value_but_those_that_are_loaded() -> None:
     assert len(gpu_checks.with_noise(e, exact=False).params) == len(noisy.params) + 1
 
 
+def test_infinity_times_what_f32_has_no_number_for() -> None:
+    """In f64 infinite, in f32 NaN: either is right, but not one here and the other there, nor what is finite."""
+    program = "epilogue tiny(acc: tile[M, N]) {\nstore y: tile[M, N] = 1 / abs(acc * 0) * exp(acc * 0 - 120)\n}"
+    gpu_cases.add("tiny", codalang.parser.parse(program).epilogues["tiny"])
+    for on_gemm in (True, False):
+        case = small("tiny", backward=False, on_gemm=on_gemm)
+        assert failures(case, StandIn()) == []
+        assert failures(case, StandIn(_changed("y", lambda t: t.nan_to_num(torch.inf)))) == []
+        for wrong in (1.0, -torch.inf):
+            assert failures(case, StandIn(_changed("y", lambda t, wrong=wrong: t.nan_to_num(wrong))))
+        assert failures(case, StandIn(_changed("y", lambda t: torch.cat((t[:1].nan_to_num(torch.inf), t[1:])))))
+
+
 def test_the_whole_library_has_kernels() -> None:
     """Every epilogue on every host, but for those without a tile that a matmul could compute."""
     without = {s for s in SUBJECTS if gpu_cases.lacking(s)}
