@@ -4,7 +4,7 @@
 
 | implementation | what it is                                                                                   |
 |----------------|----------------------------------------------------------------------------------------------|
-| GEMMs alone    | the block's matmuls by cuBLAS on operands of the same extents and order: 4, or 12 with the backward |
+| GEMMs alone    | the block's matmuls by cuBLAS on the same operands: 4, or 12 with the backward               |
 | codalang       | `llama_block_fused` of examples/llama_block.coda                                             |
 | torch.compile  | the block in PyTorch, compiled                                                               |
 | torch eager    | the same                                                                                     |
@@ -215,27 +215,22 @@ def with_coda(block: Block) -> tuple[Block, Forward]:
 
 
 def gemms_alone(block: Block, backward: bool) -> Call:
-    """The matmuls by cuBLAS: inputs [T, K] and weights [N, K]; with the backward also dA = dC W and dW = dC^T A."""
-    size = block.size
-    weights = [block.w_o, block.w_gate_up.flatten(0, 1), block.w_down, block.w_qkv]
-    weights = [w.detach() for w in weights]
-    tokens = block.x.shape[0]
-    widest = torch.randn(tokens * 2 * size.f, device=block.x.device).to(block.x.dtype)
-
-    def tensor(columns: int) -> Tensor:
-        return widest[: tokens * columns].view(tokens, columns)
-
-    pairs = [(tensor(w.shape[1]), w, tensor(w.shape[0])) for w in weights]
+    """The matmuls of the program by cuBLAS, on the operands that it has, in its order."""
+    with recorded_steps() as steps:
+        everything(block, lambda: ours(block), backward)
+    matmuls = [cublas(values) for job, values in steps if job.on_gemm]
 
     def call() -> None:
-        for a, w, _ in pairs:
-            torch.matmul(a, w.t())
-        if backward:
-            for a, w, c in reversed(pairs):
-                torch.matmul(c, w)
-                torch.matmul(c.t(), a)
+        for matmul in matmuls:
+            matmul()
 
     return call
+
+
+def cublas(values: list[object]) -> Call:
+    """The matmul of a step that was given these: operands [M, K] and [N, K] come first."""
+    a, b = (v.flat() if isinstance(v, Matrix) else v for v in values[:2])
+    return lambda: torch.matmul(a, b.t())
 
 
 def implementations(block: Block, backward: bool, compiled: bool) -> dict[str, Call]:
@@ -351,8 +346,7 @@ def step_rows(name: str, options: argparse.Namespace) -> Iterator[Row]:
     for number, (job, values) in enumerate(steps):
         calls: dict[str, Call] = {"codalang": lambda job=job, values=values: execute.execute(job, values)}
         if job.on_gemm:
-            a, b = (v.flat() if isinstance(v, Matrix) else v for v in values[:2])
-            calls["cuBLAS"] = lambda a=a, b=b: torch.matmul(a, b.t())
+            calls["cuBLAS"] = cublas(values)
         timings = interleaved(calls, rounds=options.rounds)
         yield _step_row(name, number, job, timings)
 
